@@ -120,17 +120,22 @@ def _check(
     results = [check_file(file, settings, against) for file in files]
     exit_code = report(results, arguments.format)
     if exit_code and arguments.format == "text":
-        from framework.commands.explained import write_hint
-
-        kinds: list[str] = []
-        for result in results:
-            kinds += [problem.kind for problem in result.problems if problem.severity == "error"]
-        write_hint(kinds)
+        _hint_at_errors(results)
     for failure in failures:
         write(sys.stderr, f"{failure}\n")
     if failures:
         return failures[0].exit_code
     return exit_code
+
+
+def _hint_at_errors(results: Sequence[CheckResult]) -> None:
+    """Print how the kinds of errors are explained."""
+    from framework.commands.explained import write_hint
+
+    kinds: list[str] = []
+    for result in results:
+        kinds += [problem.kind for problem in result.problems if problem.severity == "error"]
+    write_hint(kinds)
 
 
 def _refuse_wrong_arguments(arguments: argparse.Namespace, files: Sequence[str]) -> None:

@@ -46,9 +46,7 @@ def write_hub_files(
     These are config.json with `described`, unless that is empty, the tokenizer,
     generation_config.json, and a model card.
     """
-    base = config.checkpoint.init_weights or getattr(config.model, "args", {}).get(
-        "pretrained_model_name_or_path"
-    )
+    base = _base_of(config)
     token_ids = dict[str, Any]()
     tokenizer = _tokenizer_of_run(checkpoint, config)
     if tokenizer is not None:
@@ -64,11 +62,17 @@ def write_hub_files(
     if token_ids and isinstance(config.task, CausalLM):
         values = _generation_config(token_ids, Path(str(base), _GENERATION))
         replace_text(folder / _GENERATION, json.dumps(values, indent=2) + "\n")
-    base_name = None
-    if base:
-        base_name = str(base)
-    replace_text(folder / "README.md", _card(checkpoint, config, described, base_name))
+    replace_text(folder / "README.md", _card(checkpoint, config, described, base))
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+
+
+def _base_of(config: RunConfig) -> str | None:
+    """Return the weights that the run began with, a path or a name of the Hub, or None."""
+    model_args = getattr(config.model, "args", {})
+    base = config.checkpoint.init_weights or model_args.get("pretrained_model_name_or_path")
+    if base:
+        return str(base)
+    return None
 
 
 def _token_ids(tokenizer: Any) -> dict[str, Any]:

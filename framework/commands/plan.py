@@ -20,12 +20,13 @@ from framework.commands.plan_options import add_plan_options
 from framework.commands.plan_question import Question, ask, stream_of_notes
 from framework.commands.stage_balance import StageBalance, find_stage_balance
 from framework.commands.target_search import missing_targets
+from framework.config.load import Source
 from framework.errors import EXIT_OK, Problem
 from framework.load_run import LoadedRun, load_run
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
 from framework.plan.hardware import Hardware, host_bytes
-from framework.plan.plan import default_cluster
+from framework.plan.plan import Plan, default_cluster
 from framework.plan.plan_text import rows
 from framework.system.arguments import parse_command, refuse
 
@@ -85,16 +86,22 @@ def _run(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None)
     balance = StageBalance()
     if plan.layout.pipe_size > 1:
         balance = find_stage_balance(plan, source=run.source)
-    findings = list(plan.findings)
-    for problems in (missing_targets(plan.config), balance.notes, answer.findings):
-        findings += map(run.source.locate, problems)
-    if gpu:
-        from framework.plan.judge_passed import judge_rendered
-
-        findings += judge_rendered(plan, source=run.source, gpu=gpu)
+    findings = _all_findings(plan, run.source, (*balance.notes, *answer.findings), gpu)
     _print_answer(question, answer, balance, findings)
     write_files(question, answer)
     return EXIT_OK
+
+
+def _all_findings(plan: Plan, source: Source, notes: Sequence[Problem], gpu: Any) -> list[Problem]:
+    """Return the findings of the plan, of its targets and of its JSON on a GPU, with the notes."""
+    findings = list(plan.findings)
+    for problems in (missing_targets(plan.config), notes):
+        findings += map(source.locate, problems)
+    if gpu:
+        from framework.plan.judge_passed import judge_rendered
+
+        findings += judge_rendered(plan, source=source, gpu=gpu)
+    return findings
 
 
 def _print_answer(

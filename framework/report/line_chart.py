@@ -148,9 +148,7 @@ def line_chart(
     drawing = _LineDrawing(
         slug, title, axis, described, shown, low, high, is_log, marks, reference, across
     )
-    columns, rows, note = series_table(shown)
-    wide = drawing.svg(980, 340) if has_wide else ""
-    return Chart(slug, title, drawing.svg(400, 250), columns, rows, wide, note, remark)
+    return drawing.chart(has_wide=has_wide, remark=remark)
 
 
 def _range(lines: Sequence[Line], reference: tuple[str, float] | None) -> tuple[float, float]:
@@ -186,6 +184,13 @@ class _LineDrawing:
     marks: Sequence[Mark]
     reference: tuple[str, float] | None
     across: Across
+
+    def chart(self, *, has_wide: bool, remark: str) -> Chart:
+        """Return the drawings with their table."""
+        columns, rows, note = series_table(self.lines)
+        wide = self.svg(980, 340) if has_wide else ""
+        narrow = self.svg(400, 250)
+        return Chart(self.slug, self.title, narrow, columns, rows, wide, note, remark)
 
     def svg(self, width: float, height: float) -> str:
         legend, top = make_legend(self._legend_entries(), width)

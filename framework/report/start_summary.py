@@ -52,13 +52,7 @@ def print_start(
         num_params: size of the model.
         num_trained: how many of them are trained; None: all.
     """
-    lines = [f"{finding.severity}: {finding}" for finding in plan.findings]
-    lines += _other_size(plan)
-    if not evaluates:
-        lines += _without_evaluation_data(plan)
-    if stages:
-        lines += stages.lines()
-    for line in lines:
+    for line in _lines_before_start(plan, stages, evaluates=evaluates):
         print_line(line)
     begin = f"from step {start_step} " if start_step else ""
     steps = counted(plan.length.total_steps or 0, "step")
@@ -70,6 +64,17 @@ def print_start(
         if num_trained is None:
             num_trained = num_params
         print_rows(_start_rows(plan, num_params, num_trained))
+
+
+def _lines_before_start(plan: Plan, stages: StageTable | None, *, evaluates: bool) -> Iterator[str]:
+    """Yield the plan's warnings and notes, and the balance of the stages."""
+    for finding in plan.findings:
+        yield f"{finding.severity}: {finding}"
+    yield from _other_size(plan)
+    if not evaluates:
+        yield from _without_evaluation_data(plan)
+    if stages:
+        yield from stages.lines()
 
 
 def _start_rows(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str, str]]:
