@@ -16,7 +16,7 @@ from framework.errors import ConfigError, Problem
 # A weight of a layer inside a numbered block; the layers of a plain sequence are not inside
 # anything.
 _INSIDE_BLOCK: Final = re.compile(r"(.*[._])?\d+(\.\w+){2,}")
-# A weight that packs those of a layer's experts; each expert's own have a number there.
+# A weight that packs the experts of a layer; the weights of a single expert have its number there.
 _PACKED_EXPERTS: Final = re.compile(r"(.*\.)?experts\.[^.\d][^.]*")
 _NUMBERED: Final = re.compile(r"(?:.*?[._])??\d+(?=\.|$)")
 

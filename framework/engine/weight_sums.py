@@ -47,7 +47,7 @@ def weights_in_blocks(
         flat: the tensor that was summed.
     """
     num_integers = _as_integers(flat).numel()
-    # of a block, in elements of `flat`, of which an integer may hold two or half of one
+    # of a block, in elements of `flat`: an integer may hold two of them, or half of one
     size = _block_size(num_integers) * flat.numel() // max(num_integers, 1)
     starts = torch.tensor(blocks, dtype=torch.int64) * size
     overlaps = list[tuple[int, Parameter]]()

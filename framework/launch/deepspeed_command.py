@@ -23,7 +23,7 @@ from framework.system.ports import free_port
 _DEFAULT_HOSTFILE: Final = Path("/job/hostfile")
 # Up to this number, nodes are written out in a command; for more there is a `seq`.
 _FEW: Final = 4
-# The shell's `include` has an @ before every node, of which the first is dropped.
+# The shell's `include` has an @ before every node; the first is dropped.
 _INCLUDE: Final = "--include=${include#@}"
 
 

@@ -6,7 +6,7 @@ bf16 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"). Of a layer tha
 forward, and both of its backward pass. Scales follow from the numbers at hand: nothing is kept
 between steps, and weights keep their names, types and places.
 
-Layers are those of torch with another forward pass. torchao's own `Float8Linear` keeps a view of
+Layers are torch's with another forward pass. torchao's own `Float8Linear` keeps a view of
 the weight for the backward pass, which at ZeRO stage 3 would keep the gathered weights of the whole
 model; here the weight itself is kept, as DeepSpeed's own linear layer of stage 3 does.
 """
@@ -33,7 +33,7 @@ class InFP8:
 
     Attributes:
         converted: names of the linear layers that do.
-        left_out: name -> reason, of those of the blocks that stay in bf16.
+        left_out: name -> reason, of layers of blocks that stay in bf16.
     """
 
     converted: tuple[str, ...]

@@ -80,7 +80,8 @@ class Operation:
 
     def storages(self) -> set[Value]:
         """Return the tensors that it reads, makes and saves."""
-        return {value.storage for value in (*self.reads, self.made, *self.saves)}
+        values = chain(self.reads, [self.made], self.saves)
+        return {value.storage for value in values}
 
 
 @dataclass

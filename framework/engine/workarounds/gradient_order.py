@@ -75,7 +75,7 @@ class _GradientOrder:
         self._pass_on = optimizer.reduce_ready_partitions_and_remove_grads
         self._finish = optimizer.independent_gradient_partition_epilogue
         arguments = _reduce_arguments(optimizer)
-        # by position: the arguments of `_pass_on`, of which the weight is the first
+        # by position: the arguments of `_pass_on`, the weight first
         self._order: list[tuple[Any, ...]] = []
         for parameter in reversed(list(model.parameters())):
             if parameter.requires_grad and id(parameter) in arguments:
