@@ -206,7 +206,7 @@ def _is_raw(folder: Path) -> bool:
 
 def read_names(folder: Path) -> RawNames:
     """Read the names of a checkpoint's files."""
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    files = list(filter(_is_own_file, folder.rglob("*")))
     names = [path.name for path in files if path.parent == folder]
     models = _matches(MODEL_FILE, names)
     optimizers = _matches(OPTIMIZER_FILE, names)
@@ -221,6 +221,10 @@ def read_names(folder: Path) -> RawNames:
         num_bytes=sum(path.stat().st_size for path in files),
         num_files=len(files),
     )
+
+
+def _is_own_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def _matches(pattern: re.Pattern[str], names: Iterable[str]) -> list[re.Match[str]]:

@@ -72,6 +72,12 @@ def _record_path(order: Mapping[str, Any]) -> Path:
     return Path(order["folder"], SAVING, f"written-by-rank{order['rank']}-{order['ticket']}.json")
 
 
+def _files_in(folder: Path) -> list[Path]:
+    """List a folder once: the file system is asked for all names together."""
+    with os.scandir(folder) as entries:
+        return [Path(entry.path) for entry in entries]
+
+
 class Writer:
     """The writer process: it carries out orders until the rank has no more."""
 
@@ -149,16 +155,14 @@ class Writer:
         }
         pause = _SHORTEST_PAUSE_SECONDS
         deadline = float("inf")
-        while missing:
-            with os.scandir(Path(order["folder"], SAVING)) as entries:
-                paths = [Path(entry.path) for entry in entries]
-            for path in paths:
+        while True:
+            for path in _files_in(Path(order["folder"], SAVING)):
                 if path in missing:
                     del missing[path]
                     yield dict(json.loads(path.read_text(encoding="utf-8")))
-            message: Mapping[str, Any] = {}
-            if missing:
-                message = self._listen(pause)
+            if not missing:
+                return
+            message = self._listen(pause)
             if message.get("word") == GIVE_UP:
                 raise _NotWrittenError(message["failure"])
             if message.get("word") == ALL_WRITTEN:

@@ -333,7 +333,7 @@ def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
 def own_store(purpose: str) -> Store | None:
     """Return a connection of its own to the store of the process group, with keys of its own: the
     group's connection may be kept by a thread that waits for a peer. None for MPI, which has no
-    store. All ranks make the groups of a purpose in one order.
+    store. All ranks make the connections of a purpose in one order.
     """
     store: Store | None = torch.distributed.distributed_c10d._get_default_store()
     if store is None:
