@@ -41,6 +41,7 @@ from torch.optim._muon import (
 )
 
 from framework.checkpoint.state.tensor_split import Split
+from framework.checkpoint.state.weight_names import stepped_groups
 from framework.checkpoint.state.weight_parts import split_of
 from framework.engine.flat_groups import flat_groups
 from framework.errors import ConfigError
@@ -508,11 +509,15 @@ def matrix_shares(
         return shares
     flat = flat_groups(zero)
     if not flat:  # ZeRO 0, in a tensor group
-        for is_muon, group in zip(is_stepped, optimizer.param_groups, strict=True):
-            for weight in group["params"] if is_muon else ():
+        groups = zip(is_stepped, stepped_groups(zero), optimizer.param_groups, strict=True)
+        for is_muon, weights, group in groups:
+            if not is_muon:
+                continue
+            # in half precision the optimizer steps fp32 copies
+            for weight, stepped in zip(weights, group["params"], strict=True):
                 matrices = in_a_row([(weight.shape, 0)], share_size=weight.numel(), num_ranks=1)
                 matrices = _with_splits(matrices, [weight], tensor)
-                shares[weight] = shares_of(matrices, process_group=None)
+                shares[stepped] = shares_of(matrices, process_group=None)
         return shares
     for is_muon, flat_group in zip(is_stepped, flat, strict=True):
         if is_muon:

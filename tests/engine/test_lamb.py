@@ -143,6 +143,22 @@ def test_weights_of_any_order_in_memory_are_stepped(order: torch.memory_format) 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_run_that_deepspeeds_kernel_began_goes_on() -> None:
+    """Its wrapper (ops/lamb/fused_lamb.py) counts steps as a plain number, and keeps a key more."""
+    torch.manual_seed(5)
+    gradients = [torch.randn(12, 7) for _ in range(6)]
+    weight = torch.nn.Parameter(torch.randn(12, 7))
+    made = Lamb([weight], lr=0.05, **OPTIONS, **BOUNDS, bias_correction=True)
+    stepped(made, weight, gradients[:3])
+    saved = made.state_dict()
+    saved["state"][0]["step"] = 3
+    saved["param_groups"][0]["max_grad_norm"] = 0.0
+    resumed = torch.nn.Parameter(weight.detach().clone())
+    other = Lamb([resumed], lr=0.01, **OPTIONS, **BOUNDS, bias_correction=False)
+    other.load_state_dict(saved)
+    assert torch.equal(stepped(other, resumed, gradients[3:]), stepped(made, weight, gradients[3:]))
+
+
 def test_shares_of_packed_experts_are_those_of_each_expert() -> None:
     """Three experts of 10 numbers, of which a rank has numbers 7 to 24, from its fifth on."""
     part = RankPart(Split(0, (6,)), 1, 2)

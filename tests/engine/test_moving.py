@@ -74,6 +74,7 @@ HALF = [
     Layout(2, 3, dtype="bf16", more="offload"),
     Layout(2, 2, tensor=2, dtype="bf16"),
     Layout(4, 3, tensor=2, dtype="bf16"),
+    Layout(2, 0, tensor=2, dtype="bf16"),
 ]
 MEETS_HALF = [Layout(1, 2), Layout(2, 0), Layout(2, 3), Layout(2, 1, 2), *HALF]
 # Moved into one another: other weights have other state.

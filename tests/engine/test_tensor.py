@@ -164,6 +164,11 @@ TWO_RANKS = [
     # bf16 has 8 bits of mantissa, which the norm of small gradients shows most.
     Case("gpt", 1, tolerance=0.05, dtype="bf16", steps=NUM_STEPS),
     Case("gpt", 0, tolerance=0.02, dtype="autocast"),
+    Case("gpt", 0, tolerance=0.05, dtype="bf16", steps=NUM_STEPS),
+    Case("tied", 0, "adamw", tolerance=5e-3, dtype="fp16", steps=NUM_STEPS),
+    Case("llama", 0, "muon", tolerance=0.05, dtype="bf16"),
+    Case("llama", 0, "adafactor", tolerance=0.05, dtype="bf16"),
+    Case("llama", 0, "lamb", tolerance=5e-3, dtype="fp16"),
     Case("gpt", 2, tolerance=5e-3, dtype="fp16", steps=NUM_STEPS),
     # Muon computes in bf16, where a last bit of a gradient may move a number by 2**-8 of it.
     Case("gpt", 0, "muon", tolerance=1e-3),
@@ -248,8 +253,12 @@ PAIRS: dict[str, tuple[int, dict[str, Any]]] = {
     "tiles": (3, {"training": {"loss_tile": 5}, "monitors": _WATCHED}),
     "offload": (2, {"zero": {"stage": 2, "offload_optimizer": _HOST}}),
 }
-# Models with dropout, and the ZeRO stage at which they are resumed.
-HALVES = {"gpt": 3, "gpt2": 2}
+# Runs with dropout that are resumed: model, ZeRO stage and precision.
+HALVES = {
+    "gpt": ("gpt", 3, "fp32"),
+    "gpt2": ("gpt2", 2, "fp32"),
+    "gpt-bf16": ("gpt", 0, "bf16"),
+}
 DROPOUTS: dict[str, dict[str, Any]] = {
     "gpt": {"dropout": 0.2},
     "gpt2": {"args": {"family": "gpt2", "dropout": 0.2}},
@@ -326,16 +335,16 @@ def halves(folder: Path, text: Path) -> list[dict[str, Any]]:
     """A run with dropout in a piece, and one in two."""
     return [
         values(
-            Case(model, stage),
+            Case(model, stage, dtype=dtype),
             folder,
             text,
             micro_size=8,
-            run={"name": f"{name}-{model}"},
+            run={"name": f"{name}-{half}"},
             model=DROPOUTS[model],
             training={"max_steps": steps},
             checkpoint={"every_steps": 2, "resume": "auto"},
         )
-        for model, stage in HALVES.items()
+        for half, (model, stage, dtype) in HALVES.items()
         for name, steps in (("whole", 4), ("halves", 2), ("halves", 4))
     ]
 
@@ -475,10 +484,10 @@ def test_samples_of_a_tensor_group_are_those_of_whole_logits(name: str, two_rank
     assert cut.count("\n") == 3, "a head, a rule and two samples"
 
 
-@pytest.mark.parametrize("model", HALVES)
-def test_a_resumed_tensor_group_is_the_unbroken_one(model: str, two_ranks: Path) -> None:
+@pytest.mark.parametrize("half", HALVES)
+def test_a_resumed_tensor_group_is_the_unbroken_one(half: str, two_ranks: Path) -> None:
     for name in ("train/loss", "train/grad_norm", "eval/loss"):
-        whole, halved = (series(two_ranks / f"{run}-{model}", name) for run in ("whole", "halves"))
+        whole, halved = (series(two_ranks / f"{run}-{half}", name) for run in ("whole", "halves"))
         assert {step: halved[step] for step in whole} == whole
 
 

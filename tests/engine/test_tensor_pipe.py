@@ -82,6 +82,7 @@ FOUR_RANKS = [
     Case("gpt", 0, tolerance=0.02, dtype="autocast"),
     Case("gpt", 1, tolerance=0.05, dtype="bf16"),
     Case("gpt", 1, tolerance=0.02, dtype="fp16"),
+    Case("gpt", 0, tolerance=0.02, dtype="fp16"),
 ]
 EIGHT_RANKS = [
     Case("gpt", 1, "adamw", steps=NUM_STEPS),

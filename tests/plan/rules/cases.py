@@ -328,7 +328,8 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (divided(**ADAFACTOR), "cuda", None),
         (divided(**EIGHT_BIT), "cuda", None),
         (divided(**SCHEDULE_FREE), "cuda", None),
-        (divided(precision={"dtype": "bf16"}), "cuda", "not-with-tensor"),
+        (divided(precision={"dtype": "bf16"}), "cuda", None),
+        (divided(**OWN_ADAM, precision={"dtype": "fp16"}), "cuda", "not-with-tensor"),
         (
             divided(parallel={"tensor": 2, "sequence": 2}, model={"kind": "gpt", "num_heads": 4}),
             "cuda",
