@@ -126,8 +126,7 @@ def samples_of(run: Path) -> str:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     reader = events.EventAccumulator(str(run / "tensorboard"))
     reader.Reload()
-    tag = "samples/predictions/text_summary"
-    table: bytes = reader.Tensors(tag)[-1].tensor_proto.string_val[0]
+    table: bytes = reader.Tensors("samples/predictions")[-1].tensor_proto.string_val[0]
     return table.decode()
 
 
