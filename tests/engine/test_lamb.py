@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
@@ -150,7 +151,7 @@ def test_a_run_that_deepspeeds_kernel_began_goes_on() -> None:
     weight = torch.nn.Parameter(torch.randn(12, 7))
     made = Lamb([weight], lr=0.05, **OPTIONS, **BOUNDS, bias_correction=True)
     stepped(made, weight, gradients[:3])
-    saved = made.state_dict()
+    saved = deepcopy(made.state_dict())
     saved["state"][0]["step"] = 3
     saved["param_groups"][0]["max_grad_norm"] = 0.0
     resumed = torch.nn.Parameter(weight.detach().clone())
