@@ -54,7 +54,7 @@ DIGITS = {"data": {"kind": "digits", "image_size": 28}, "task": {"kind": "classi
 VIT = {**DIGITS, "model": {"target": "tests.jobs.tensor_parts:vit"}}
 FUSED = {**DIGITS, "model": {"target": "tests.jobs.tensor_parts:FusedVision"}}
 TORCH_VIT = {**DIGITS, "model": {"target": "tests.jobs.tensor_parts:torch_vit"}}
-OF_IMAGES = ("vit", "deit")
+OF_IMAGES = ("vit", "deit", "clip")
 
 
 def without_plan(family: str) -> dict[str, Any]:
@@ -207,7 +207,7 @@ RARE_TWO = [
         for family in ("opt", "bert", "roberta", "vit")
         for stage, kind in ((0, "sgd"), (1, "adamw"), (2, "sgd"), (3, "adamw"))
     ),
-    *(Case(family, 2) for family in ("xlm-roberta", "camembert", "deit")),
+    *(Case(family, 2) for family in ("xlm-roberta", "camembert", "deit", "clip")),
     Case("gpt2", 1, "muon", tolerance=1e-3),
     Case("gpt2", 1, tolerance=0.05, dtype="bf16"),
     Case("gemma", 0),

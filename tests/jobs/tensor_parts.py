@@ -89,6 +89,10 @@ WITHOUT_PLAN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "vit": ("ViTForImageClassification", _FORM | _IMAGE | {"intermediate_size": 48}),
     "deit": ("DeiTForImageClassification", _FORM | _IMAGE | {"intermediate_size": 48}),
+    "clip": (
+        "CLIPForImageClassification",
+        {"vision_config": _FORM | _IMAGE | {"intermediate_size": 48}, "num_labels": 10},
+    ),
 }
 _DROPOUTS = (
     "resid_pdrop",
