@@ -17,7 +17,7 @@ from tools.docs_site.kinds import find_kinds
 from tools.docs_site.reference import config_keys, parsers
 
 CONFIG_KEYS = 305
-KINDS_OF_PROBLEMS = 692
+KINDS_OF_PROBLEMS = 693
 COMMANDS = 25  # train.py is one, launch stands for train
 OPTIONS = 224
 PUBLIC_NAMES = 17

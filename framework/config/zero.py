@@ -137,8 +137,10 @@ class Zero(Section):
     """Stage 3: weights smaller than this are never spread."""
     stage3_max_live_parameters: Count = 1_000_000_000
     """Stage 3: elements of weights that may be whole on a device at one time."""
-    stage3_max_reuse_distance: Count = 1_000_000_000
-    """Stage 3: a weight used again within this many elements is kept."""
+    stage3_max_reuse_distance: Count | None = None
+    """Stage 3: a weight used again within this many elements is kept; left out: 1e9, with
+    weights on NVMe 0, as each that is kept takes one of `zero.offload_param.buffer_count` buffers.
+    """
     stage3_gather_16bit_weights_on_model_save: bool = True
     """Stage 3: let `save_16bit_model` write whole weights; DeepSpeed's own default writes
     nothing.
@@ -156,6 +158,16 @@ class Zero(Section):
         """Whether a part of the optimizer's state stays on the device (Twin-Flow)."""
         place = self.offload_optimizer
         return isinstance(place, OptimizerToCPU) and place.ratio < 1
+
+    @property
+    def reuse_distance(self) -> int:
+        """`stage3_max_reuse_distance`, as written or as it follows. A weight on NVMe has a buffer
+        from its reading to its release (DeepSpeed 0.19.8, runtime/swap_tensor/
+        partitioned_param_swapper.py), and a run ends where none is left.
+        """
+        if self.stage3_max_reuse_distance is not None:
+            return self.stage3_max_reuse_distance
+        return 0 if self.offload_param.device == "nvme" else 1_000_000_000
 
     @property
     def sums_overlap(self) -> bool:

@@ -126,6 +126,11 @@ class BaseEngine:
             from framework.engine.workarounds.nvme_state import read_weights_once
 
             read_weights_once(engine.optimizer)
+        self._has_copies = engine.zero_optimization_stage() == 3 and _is_zero_plus_plus(engine)
+        if self._has_copies:
+            from framework.engine.zero_plus_plus import prepare_gathering
+
+            prepare_gathering(engine, names())
         self._garbage = Garbage(engine, log_every=training.log_every)
 
     # What the config may ask for beside the step; None where it does not.
@@ -308,6 +313,10 @@ class BaseEngine:
             from framework.engine.ema import forget_average
 
             forget_average(self.engine)
+        if self._has_copies:
+            from framework.engine.zero_plus_plus import forget_copies
+
+            forget_copies(self.engine)
         self.written.reset()
         return state
 
@@ -500,3 +509,8 @@ def _positions_of_rank(plan: Plan) -> Positions | None:
     if size > 1:
         return Positions(plan.layout.sequence_rank(torch.distributed.get_rank()), size)
     return None
+
+
+def _is_zero_plus_plus(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Check whether weights are gathered from second copies, or quantized."""
+    return engine.zero_hpz_partition_size() > 1 or bool(engine.zero_quantized_weights())

@@ -75,8 +75,8 @@ def make_expert_groups(layout: Layout) -> ExpertGroups:
     shape = (layout.pipe_size, num_groups, layout.expert_size, layout.tensor_size)
     ranks = torch.arange(layout.world_size).view(shape)
     return ExpertGroups(
-        experts=_make_group(ranks.movedim(2, -1).flatten(0, 2)),
-        replicas=_make_group(ranks.movedim(1, -1).flatten(0, 2)),
+        experts=make_group(ranks.movedim(2, -1).flatten(0, 2)),
+        replicas=make_group(ranks.movedim(1, -1).flatten(0, 2)),
     )
 
 
@@ -87,9 +87,9 @@ def make_groups(layout: Layout) -> RankGroups:
     # other dimensions of `shape`.
     ranks = torch.arange(layout.world_size).view(shape)
     return RankGroups(
-        tensor=_make_group(ranks.flatten(0, 2)),
-        sequence=_make_group(ranks.movedim(2, -1).flatten(0, 2)),
-        data=_make_group(ranks.movedim(3, 1).reshape(layout.pipe_size * layout.tensor_size, -1)),
+        tensor=make_group(ranks.flatten(0, 2)),
+        sequence=make_group(ranks.movedim(2, -1).flatten(0, 2)),
+        data=make_group(ranks.movedim(3, 1).reshape(layout.pipe_size * layout.tensor_size, -1)),
     )
 
 
@@ -102,7 +102,7 @@ def sequence_group(layout: Layout, positions: Positions) -> SequenceGroup:
     return SequenceGroup(positions.rank, positions.size, make_groups(layout).sequence)
 
 
-def _make_group(rows: torch.Tensor) -> Any:
+def make_group(rows: torch.Tensor) -> Any:
     """Make a group of every row of ranks, and return the one that this rank is in. Collective."""
     rank_group = None
     for row in rows.tolist():

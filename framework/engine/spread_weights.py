@@ -255,8 +255,10 @@ def rank_share(weight: Any) -> tuple[int, int]:
 
 
 def set_share(weight: Any, share: Tensor) -> None:
+    """Write this rank's share of a weight, and forget its second copy (hpZ)."""
     with torch.no_grad():
         weight.ds_tensor.narrow(0, 0, share.numel()).copy_(share)
+    weight.ds_secondary_tensor = None
 
 
 def _guard(weight: Any, name: str) -> Tensor:

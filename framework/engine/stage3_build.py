@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -73,23 +73,62 @@ def build_in_pieces(
 
 @torch.no_grad()
 def partition(
-    model: torch.nn.Module, ds_config: Mapping[str, Any], rank_groups: RankGroups | None = None
+    model: torch.nn.Module,
+    ds_config: Mapping[str, Any],
+    rank_groups: RankGroups | None = None,
+    *,
+    copies_of_experts: Any = None,
 ) -> torch.nn.Module:
     """Partition rank 0's weights that are not partitioned yet, one by one, and move buffers to the
     device, as the engine does at other stages. Collective.
+
+    `copies_of_experts`: the ranks that share second copies of experts (hpZ).
     """
     whole = [parameter for parameter in model.parameters() if not is_zero_param(parameter)]
-    # Only if needed: a second `zero.Init` would delete what the first one has swapped to NVMe.
     if whole:
         arguments = _arguments(ds_config)
+        # A swapper of its own would delete what the first one has swapped to NVMe.
+        arguments["param_swapper"] = _swapper_of(model)
         if rank_groups is not None:
             arguments |= {"data_parallel_group": rank_groups.data, "mpu": rank_groups}
         init = deepspeed.zero.Init(module=torch.nn.Module(), **arguments)
+        init_of_experts = init
+        if copies_of_experts is not None:
+            init_of_experts = _init_with_copies(whole, arguments, copies_of_experts)
         for parameter in whole:
-            _partition_weight(parameter, init)
+            if _expert_replicas(parameter) is None:
+                _partition_weight(parameter, init)
+            else:
+                _partition_weight(parameter, init_of_experts)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device())
     return model
+
+
+def _swapper_of(model: torch.nn.Module) -> Any:
+    """Return the swapper of the weights on NVMe that were partitioned before; None without any."""
+    swappers = (getattr(weight, "nvme_swapper", None) for weight in model.parameters())
+    return next((swapper for swapper in swappers if swapper is not None), None)
+
+
+def _expert_replicas(parameter: torch.nn.Parameter) -> Any:
+    """Return the ranks that hold the same experts, for a weight of divided ones; else None."""
+    return getattr(parameter, "ds_zero_partition_process_group", None)
+
+
+def _init_with_copies(
+    parameters: Iterable[torch.nn.Parameter], arguments: Mapping[str, Any], copies: Any
+) -> deepspeed.zero.Init:
+    """Return a `zero.Init` for experts, with second copies in a group of their own: DeepSpeed has
+    one group for all weights of a `zero.Init`.
+    """
+    from framework.engine.zero_plus_plus import copying_in
+
+    replicas = [_expert_replicas(parameter) for parameter in parameters]
+    group = next(group for group in replicas if group is not None)
+    changed = {"data_parallel_group": group, "zero_param_parallel_group": copies}
+    with copying_in(copies):
+        return deepspeed.zero.Init(module=torch.nn.Module(), **{**arguments, **changed})
 
 
 def _partition_weight(parameter: torch.nn.Parameter, init: deepspeed.zero.Init) -> None:

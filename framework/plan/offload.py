@@ -38,7 +38,8 @@ class Shares:
         has_copies: whether copies of the weights are stepped.
         copy_width: bytes of a stepped weight, and of the gradient that it is stepped by.
         moment_width: bytes of the widest number of the optimizer's state.
-        state_bytes: bytes of optimizer state, moving average included, of an element.
+        state_bytes: bytes of optimizer state, moving average included, of an element of the share.
+        whole_state: bytes of optimizer state that every rank has of all weights.
         swaps_state: whether this state lies on the drive beside the weights that are stepped.
         copies: bytes that the optimizer takes while it steps.
         groups: for each of the optimizer's groups the rank's share of every weight (stage 3), or of
@@ -67,6 +68,7 @@ class Shares:
     copy_width: int
     moment_width: int
     state_bytes: float
+    whole_state: int
     swaps_state: bool
     copies: int
     groups: Sequence[Sequence[int]]
@@ -176,7 +178,7 @@ class Shares:
         num_with_state = kept
         if not self.swaps_state:
             num_with_state += sum(swapped)
-        components["optimizer state"] = int(self.state_bytes * num_with_state)
+        components["optimizer state"] = self.whole_state + int(self.state_bytes * num_with_state)
         components["optimizer copies"] = self.copies
         if self.stage == 3:
             components["gradient buffer"] = self.sum_width * sum(self.parts)
@@ -273,17 +275,17 @@ class Shares:
             frozen_bytes = 0
             if self.saves_frozen:
                 frozen_bytes = self.width * sum(self.frozen_shares)
-            own = stepped * share + frozen_bytes + self.buffers + tensor_bytes
+            own = stepped * share + self.whole_state + frozen_bytes + self.buffers + tensor_bytes
             return 0, int(own), widest * max(self.parts)
         num_saved = sum(self.weights) + num_frozen - self.shared
         model = self.width * num_saved + self.buffers + tensor_bytes
         if self.stage:
             model += 2 * self.width * self.columns
             largest = max(self.width * max(self.weights), widest * max(self.parts))
-            return model, int(stepped * share), largest
+            return model, self.whole_state + int(stepped * share), largest
         # a weight has a state tensor for each fp32 number that is kept of an element
         state_tensors = _PER_TENSOR * len(self.weights) * stepped / _FP32
-        model += int(stepped * sum(self.weights) + state_tensors)
+        model += self.whole_state + int(stepped * sum(self.weights) + state_tensors)
         return model, 0, _FP32 * max(self.weights)
 
 

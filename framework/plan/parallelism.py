@@ -156,7 +156,7 @@ class Parallelism:
             coalesces=coalesces(config, layout),
             bucket=zero.reduce_bucket_size,
             prefetch=zero.stage3_prefetch_bucket_size,
-            reuse=zero.stage3_max_reuse_distance,
+            reuse=zero.reuse_distance,
             live=zero.stage3_max_live_parameters,
             persistent=zero.stage3_param_persistence_threshold,
             joins_gradients=stage in (1, 2),

@@ -450,10 +450,15 @@ class RankMemory:
         """Return the bytes of the optimizer's state and of the moving average of weights."""
         if self.is_offloaded:
             return self.zenflow_state() | self.kept_state()
-        state = int(self.state_width * self.share)
-        if isinstance(self.config.optimizer, Adafactor):  # every rank has all means
-            state = int(self.state_width * self.total)
+        state = self.whole_state or int(self.state_width * self.share)
         return {"optimizer state": state, "weight average": self.average_width * self.share}
+
+    @property
+    def whole_state(self) -> int:
+        """Bytes of the optimizer's state that every rank has of all weights: Adafactor's means."""
+        if isinstance(self.config.optimizer, Adafactor):
+            return int(self.state_width * self.total)
+        return 0
 
     def zenflow_state(self) -> dict[str, int]:
         """Return the bytes of what steps ZenFlow's columns on the device, on every rank all of
@@ -545,8 +550,9 @@ class RankMemory:
             has_copies=self.has_copies,
             copy_width=self.copy_width,
             moment_width=max(self.moment_width, self.average_width),
-            state_bytes=self.state_width + self.average_width,
-            swaps_state=not isinstance(self.config.optimizer, Adafactor),
+            state_bytes=self.average_width + (0.0 if self.whole_state else self.state_width),
+            whole_state=self.whole_state,
+            swaps_state=not isinstance(self.config.optimizer, Adafactor | AdamW8bit),
             copies=self.copies_of_shares,
             groups=self.shares_by_group(),
             parts=self.parts,

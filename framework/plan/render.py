@@ -169,6 +169,7 @@ def _zenflow(plan: Plan) -> Json:
 
 def _stage3(zero: Zero) -> Json:
     section: Json = {key: getattr(zero, key) for key in STAGE3_KEYS}
+    section["stage3_max_reuse_distance"] = zero.reuse_distance
     if zero.offload_param.device != "none":
         section["offload_param"] = zero.offload_param.model_dump()
     return section

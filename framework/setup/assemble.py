@@ -153,6 +153,7 @@ def _built_share(
         from framework.engine.tensor_cut import TensorCut
 
         build = TensorCut(groups.tensor, config.parallel.tensor_plan, parts.task).after(build)
+    copies_of_experts = _group_of_copies(prepared)
     if plan.layout.expert_size > 1:
         from framework.engine.expert_parallel import building_experts, expert_group, place_experts
 
@@ -169,10 +170,22 @@ def _built_share(
         from framework.engine.stage3_build import partition
 
         place_experts(model)
-        return partition(model, prepared.ds_config, groups)
+        return partition(model, prepared.ds_config, groups, copies_of_experts=copies_of_experts)
     # Modules of our own draw in their own constructors.
     is_ours = not config.model.is_own_code
     return build_model(build, ds_config=prepared.ds_config, draws_in_pieces=is_ours, groups=groups)
+
+
+def _group_of_copies(prepared: Prepared) -> Any:
+    """Make the groups that share second copies of weights (hpZ), if the run has any; return this
+    rank's for divided experts, or None without them. Collective.
+    """
+    size = prepared.ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
+    if prepared.plan.config.zero.stage < 3 or size <= 1:
+        return None
+    from framework.engine.zero_plus_plus import make_copy_groups
+
+    return make_copy_groups(prepared.plan.layout, size)
 
 
 def watch_samples(

@@ -64,6 +64,16 @@ BY_STEPS = (
 )
 
 
+def second_copies(size: int, **more: Any) -> dict[str, Any]:
+    """Sections of a run that spreads every weight, with second copies over `size` ranks (hpZ), and
+    more keys of DeepSpeed's.
+    """
+    return {
+        "zero": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "deepspeed": {"zero_optimization": {"zero_hpz_partition_size": size, **more}},
+    }
+
+
 @dataclass(frozen=True)
 class Case:
     stage: int
@@ -80,6 +90,7 @@ class Case:
     pipe: int = 1
     lora: dict[str, Any] | None = None
     freeze: tuple[Any, ...] = ()
+    copies: int = 1  # ranks that share second copies of all weights (hpZ)
 
     @property
     def name(self) -> str:
@@ -88,6 +99,7 @@ class Case:
         for name in ("sequence", "tensor", "pipe"):
             size = getattr(self, name)
             place += f"-{name[0]}{size}" if size > 1 else ""
+        place += f"-hpz{self.copies}" if self.copies > 1 else ""
         place += "-mixtral" if self.moe is MIXTRAL else ""
         end = "-lora" if self.lora else ""
         end += "-frozen" if self.freeze else ""
@@ -110,6 +122,7 @@ class Case:
             "data": {"target": "tests.jobs.parts:masked_prompts"},
             "batch": {"global_size": GLOBAL_SIZE, "accumulation_steps": self.steps},
             "zero": {"stage": self.stage},
+            **(second_copies(self.copies) if self.copies > 1 else {}),
             "parallel": {
                 "expert": self.expert,
                 "sequence": self.sequence,
@@ -177,6 +190,7 @@ if HAS_PEFT:
         Case(3, TOP1, SGD, steps=2, expert=2, lora=ADAPTED),
         Case(1, TOP1, SGD, steps=4, pipe=2, lora=ADAPTED),
         Case(2, TOP2, ADAMW, recompute=1, expert=2, lora=ADAPTED_AND_WHOLE),
+        Case(3, TOP1, SGD, steps=2, expert=2, lora=ADAPTED, copies=2),
     ]
 # With --exhaustive: the other stages.
 RARE = [
@@ -451,6 +465,9 @@ FOUR.append(Case(1, TOP1, SGD, steps=2, ranks=4, expert=2, pipe=2))
 WATCHED = Case(2, TOP1, ADAMW, ranks=4, expert=2, tensor=2, sequence=2)
 FOUR.append(Case(1, TOP1, ADAMW, steps=4, ranks=4, expert=2, pipe=2, sequence=2))
 FOUR.append(WATCHED)
+FOUR.append(Case(3, TOP1, SGD, steps=2, ranks=4, expert=2, copies=2))
+FOUR.append(Case(3, TOP2, ADAMW, recompute=1, ranks=4, expert=2, copies=4))
+FOUR.append(Case(3, TOP2, SGD, steps=2, ranks=4, expert=2, tensor=2, copies=2))
 RARE_FOUR = [
     Case(1, TOP2, SGD, ranks=4, expert=2, tensor=2),
     Case(1, {**TOP2, "every": 1}, ADAMW, ranks=4, expert=2, pipe=2),
@@ -466,6 +483,9 @@ def on_four(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
         saved("fewer", folder, layout, max_steps=STOP),
         saved("same-whole", folder, STAGED),
         gone_on("same", folder, STAGED),
+        saved("once-same", folder, {**COPIED, "deepspeed": {}}),
+        saved("copied-same-whole", folder, COPIED),
+        gone_on("copied-same", folder, COPIED),
     ]
     configs = [*(case.config(folder) for case in held), *saves]
     configs[held.index(WATCHED)]["monitors"] = BOARD
@@ -513,6 +533,9 @@ STAGED: dict[str, Any] = {
 # Layout before the stop -> after it.
 EXPERTS_2, EXPERTS_1 = {"parallel": {"expert": 2}, "zero": {"stage": 1}}, {"zero": {"stage": 1}}
 SPREAD = {**EXPERTS_2, "zero": {"stage": 3}}
+
+
+COPIED = {**SPREAD, **second_copies(4)}
 
 
 def one_by_one(zero: int, **parallel: int) -> dict[str, Any]:
@@ -658,6 +681,14 @@ def hold_resumed(folder: Path) -> None:
 
 def test_experts_in_stages_go_on_to_the_bit(on_four: Path) -> None:
     hold_resumed(on_four)
+
+
+def test_second_copies_change_no_bit_and_a_run_goes_on_with_them(on_four: Path) -> None:
+    """Neither where the average was measured between two steps."""
+    whole = on_four / "copied-same-whole"
+    for name in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert series(whole, name) == series(on_four / "once-same", name), name
+        assert series(on_four / "copied-same", name) == after_stop(whole, name), name
 
 
 @pytest.mark.exhaustive

@@ -18,6 +18,7 @@ from framework.config.load import config_from_values
 from framework.recipes.text.prepare import prepare
 from framework.setup.user_code import call_factory
 from tests.engine.pipe_oracle import plain_run
+from tests.engine.test_experts import second_copies
 from tests.jobs.tensor_parts import WITHOUT_PLAN
 from tests.launched import fewer, rarely, read_metrics, series, train_cases
 from tests.train.monitors.sinks import histograms_of, samples_of
@@ -135,10 +136,12 @@ class Case:
     dtype: str = "fp32"
     steps: int = FEW_STEPS
     together: int = 1  # ranks whose micro-batches a synchronised norm sees as one
+    copies: int = 1  # ranks that share second copies of all weights (hpZ)
 
     @property
     def name(self) -> str:
-        return f"{self.model}-z{self.stage}-{self.kind}-{self.dtype}"
+        end = f"-hpz{self.copies}" if self.copies > 1 else ""
+        return f"{self.model}-z{self.stage}-{self.kind}-{self.dtype}{end}"
 
 
 TWO_RANKS = [
@@ -190,6 +193,7 @@ FOUR_RANKS = [
     Case("opt", 3, "adamw"),
     Case("bert", 1),
     Case("vit", 0),
+    Case("llama", 3, "adamw", copies=2),
 ]
 # Of these plans a weight between column and row layers is missing.
 PARTIAL = [
@@ -307,6 +311,8 @@ def values(
         **sections,
     }
     made["training"] = made["training"] | limits
+    if case.copies > 1:
+        made |= second_copies(case.copies)
     return made | {name: {**made.get(name, {}), **section} for name, section in more.items()}
 
 

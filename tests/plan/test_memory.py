@@ -163,6 +163,11 @@ def cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     for dtype in ("fp32", "bf16"):
         both = zero | {"offload_optimizer": {"device": "cpu"}}
         yield f"z3-offload-{dtype}", config_of(zero=both, precision={"dtype": dtype}), TOKENS
+    whole_means = {
+        "optimizer": {"kind": "adafactor"},
+        "training": {"max_steps": 9, "ema": {"decay": 0.9}},
+    }
+    yield "z3-offload-adafactor", config_of(zero=both, precision=half, **whole_means), TOKENS
     digits = {"data": {"kind": "digits"}, "task": {"kind": "classification"}}
     models = (
         ({"kind": "lenet"}, 28),
@@ -642,6 +647,7 @@ ALWAYS = (
     "states-ema",
     "states-z2-host",
     "states-z3-host",
+    "z3-offload-adafactor",
     "z2-zenflow",
     "own-tensor-4-pipe-z1-llama",
     "own-lora-tensor-z3",

@@ -21,6 +21,7 @@ import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import groups
 from torch import Tensor
 
 _torch_linear: Any = None  # torch's function, before the first of the open runs of stage 3
@@ -56,8 +57,11 @@ def _forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def _forget_modules() -> None:
-    """Empty the list and the cache that keep modules."""
+    """Empty the list and the cache that keep modules, and forget the ranks that share second copies
+    of weights (hpZ), which DeepSpeed would take for later runs as well.
+    """
     parameter_offload.FWD_MODULE_STACK.clear()
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     forget_releases()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 from framework.config.base import ModelKind
 from framework.config.model import LanguageModel, ModelSection
@@ -16,14 +16,11 @@ from framework.plan.cluster import Cluster
 from framework.plan.layers import num_layers
 from framework.plan.layout import Layout
 from framework.plan.rules.base import Found, nearest_divisor, rule
+from framework.plan.zero_plus_plus import COPIES, passed_zero, size_of_copies
 
-# Keys that are counted over all ranks, or made for a layer that holds all of its weight.
-_OF_ZERO: Final = (
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "mics_shard_size",
-)
+# Keys of groups that DeepSpeed makes of all ranks, whatever these hold.
+_OVER_ALL_RANKS: Final = ("zero_quantized_gradients", "mics_shard_size")
+_NOT_SHOWN: Final = ("zero_quantized_weights",)
 
 
 @rule("tensor-not-divisible")
@@ -66,7 +63,7 @@ def other_parts(config: RunConfig, cluster: Cluster) -> Found:
         )
         fix = f"set parallel.tensor to a divisor of {cluster.devices_per_host}"
         yield Problem("tensor-over-hosts", reason, fix, "parallel.tensor", size, severity="warning")
-    yield from _further_groups(config, "parallel.tensor", "not-with-tensor")
+    yield from _further_groups(config, cluster, "parallel.tensor", "not-with-tensor")
 
 
 def _missing_tensor_plan(model: ModelSection) -> Iterator[Problem]:
@@ -78,15 +75,29 @@ def _missing_tensor_plan(model: ModelSection) -> Iterator[Problem]:
         yield Problem("tensor-plan", reason, fix, "parallel.tensor_plan", None)
 
 
-def _further_groups(config: RunConfig, beside: str, kind: str) -> Iterator[Problem]:
-    """Find settings of ZeRO that are not shown to be right beside the groups of a key, `beside`."""
-    zero: Any = config.deepspeed.get("zero_optimization", {})
+def _further_groups(
+    config: RunConfig, cluster: Cluster, beside: str, kind: str
+) -> Iterator[Problem]:
+    """Find groups that DeepSpeed makes of all ranks, beside the groups of a key, `beside`.
+
+    Within a host it quantizes no gradients (deepspeed/runtime/zero/stage3.py
+    `__avg_scatter_grads`), and sums them over the ranks that hold the same.
+    """
+    zero = passed_zero(config)
     size = getattr(config.parallel, beside.partition(".")[2])
-    for key in _OF_ZERO:
-        if isinstance(zero, dict) and zero.get(key, False) not in (False, None, 1, -1):
-            where = f"deepspeed.zero_optimization.{key}"
+    for key in (*_OVER_ALL_RANKS, *_NOT_SHOWN):
+        if zero.get(key, False) in (False, None, 1, -1):
+            continue
+        if key == "zero_quantized_gradients" and cluster.num_hosts == 1:
+            continue
+        reason = (
+            f"DeepSpeed makes its groups of all ranks (utils/groups.py), and with {beside}: {size} "
+            "these hold different weights"
+        )
+        if key in _NOT_SHOWN:
             reason = f"with {beside}: {size} it is not shown to be right"
-            yield Problem(kind, reason, f"remove it, or set {beside}: 1", where, zero[key])
+        where = f"deepspeed.zero_optimization.{key}"
+        yield Problem(kind, reason, f"remove it, or set {beside}: 1", where, zero[key])
 
 
 @rule("sequence-not-shared")
@@ -150,8 +161,15 @@ def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
 @rule()
 def experts_beside_other_groups(config: RunConfig, cluster: Cluster) -> Found:
     """Find DeepSpeed's further groups of ranks beside experts that ranks share."""
-    if config.parallel.expert > 1:
-        yield from _further_groups(config, "parallel.expert", "expert-with-other")
+    size = config.parallel.expert
+    if size == 1:
+        return
+    yield from _further_groups(config, cluster, "parallel.expert", "expert-with-other")
+    copies = size_of_copies(config)
+    if copies > 1 and copies % size:
+        reason = f"groups of {copies} ranks do not hold each of the {size} parts of experts equally"
+        fix = f"set a multiple of {size}, or remove it"
+        yield Problem("expert-with-other", reason, fix, COPIES, copies)
 
 
 @rule()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import isfinite
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
@@ -23,6 +23,7 @@ from framework.config.zero import OFFLOADS
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
+from framework.plan.zero_plus_plus import COPIES, passed_zero, size_of_copies, uneven_shares
 
 TABLE: Final[Mapping[str, Any]] = json.loads(
     Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
@@ -148,7 +149,6 @@ def quantized_on_cpu(config: RunConfig, cluster: Cluster) -> Found:
         return
     for name in (
         "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
         "zero_quantized_gradients",
     ):
         if is_on(zero, name) and config.zero.stage == 3:
@@ -156,6 +156,45 @@ def quantized_on_cpu(config: RunConfig, cluster: Cluster) -> Found:
             yield Problem(
                 "needs-cuda", reason, "remove it here", f"deepspeed.zero_optimization.{name}", True
             )
+
+
+@rule("quantized-share")
+def shares_are_quantized(config: RunConfig, cluster: Cluster) -> Found:
+    """Find weights of a named model that DeepSpeed's quantizer cannot share; other models are
+    checked when they are built.
+    """
+    if config.zero.stage < 3 or not is_on(passed_zero(config), "zero_quantized_weights"):
+        return
+    from framework.plan.layers import RankShare
+    from framework.plan.rank_memory import EXPERTS
+    from framework.plan.work import model_work
+
+    parallel = config.parallel
+    share = RankShare(parallel.tensor, parallel.sequence)
+    size = getattr(config.model, "image_size", 32)
+    work = model_work(
+        config.model, micro_size=1, image_size=size, lora=config.training.lora, share=share
+    )
+    if work is None:
+        return
+    ranks = cluster.world_size // parallel.tensor
+    sizes = []
+    for name, shape in {**work.weights, **work.frozen}.items():
+        holders = ranks // parallel.expert if EXPERTS in name else ranks
+        sizes.append((name, prod(shape), holders))
+    yield from uneven_shares(sizes, kept_whole=config.zero.stage3_param_persistence_threshold)
+
+
+@rule("not-in-a-run")
+def copies_of_weights_on_nvme(config: RunConfig, cluster: Cluster) -> Found:
+    """Find second copies of weights on NVMe: DeepSpeed makes each where the weights are, and torch
+    has no such device (deepspeed/runtime/zero/partition_parameters.py `_partition_param_sec`).
+    """
+    size = size_of_copies(config)
+    if size > 1 and config.zero.offload_param.device == "nvme":
+        reason = "DeepSpeed has no second copies of weights on NVMe"
+        fix = "remove it, or keep the weights on the host"
+        yield Problem("not-in-a-run", reason, fix, COPIES, size)
 
 
 def is_on(section: Any, name: str) -> TypeGuard[dict[str, Any]]:

@@ -87,6 +87,7 @@ def with_experts(expert: int = 2, stage: int = 1) -> dict[str, Any]:
     return MIXED | {"parallel": {"expert": expert}, "zero": {"stage": stage}}
 
 
+COPIES = "zero_hpz_partition_size"
 REDUCED = (
     {"round_robin_gradients": True},
     {"reduce_scatter": False},
@@ -377,6 +378,15 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ),
         ({"parallel": {"tensor": 2, "tensor_plan": {"fc1": "column", "fc2": "row"}}}, "cuda", None),
         ({"parallel": {"tensor": 2}, "model": TARGET}, "cuda", None),
+        (divided(**passed_at(3, COPIES, 2)), "cuda", None),
+    ],
+    "copies_of_weights_on_nvme": [
+        (
+            passed_at(3, COPIES, 2) | {"zero": {"stage": 3, "offload_param": NVME}},
+            "cuda",
+            "not-in-a-run",
+        ),
+        (passed_at(3, COPIES, 2), "cuda", None),
     ],
     "experts_beside_other_groups": [
         (
@@ -384,6 +394,8 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "cuda",
             "expert-with-other",
         ),
+        (with_experts() | passed_at(3, COPIES, 3), "cuda", "expert-with-other"),
+        (with_experts() | passed_at(3, COPIES, 2), "cuda", None),
         (with_experts(stage=3), "cuda", None),
     ],
     "inert_stage3_keys": [
@@ -950,9 +962,18 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"training": {"attention": "flash"}}, "cuda", None),
         ({"training": {"attention": "cudnn"}}, "cpu", "attention-kernel-on-cpu"),
     ],
+    "shares_are_quantized": [
+        (GPT | passed_at(3, "zero_quantized_weights"), "cuda", None),
+        (
+            GPT
+            | {"model": {"kind": "gpt", "vocab_size": 50_257, "hidden_size": 36, "num_heads": 2}}
+            | passed_at(3, "zero_quantized_weights"),
+            "cuda",
+            "quantized-share",
+        ),
+    ],
     "quantized_on_cpu": [
         (passed_at(3, "zero_quantized_weights"), "cpu", "needs-cuda"),
-        (passed_at(3, "zero_quantized_nontrainable_weights"), "cpu", "needs-cuda"),
         (passed_at(3, "zero_quantized_gradients"), "cpu", "needs-cuda"),
         (passed_at(3, "zero_quantized_weights"), "cuda", None),
         (passed_at(3, "zero_quantized_weights"), "unknown", None),

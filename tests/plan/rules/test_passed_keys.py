@@ -152,7 +152,6 @@ NOT_SHOWN_HERE: Final[Mapping[str, str]] = {
     "zero_optimization.offload_optimizer.fast_init": "NVMe",
     "zero_optimization.leaf_module.*": "experts: tests/engine/test_routed_models.py",
     "zero_optimization.zero_quantized_gradients": "CUDA and several hosts",
-    "zero_optimization.zero_quantized_nontrainable_weights": "CUDA",
     "zero_optimization.zero_quantized_weights": "CUDA",
 }
 

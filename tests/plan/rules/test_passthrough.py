@@ -387,7 +387,6 @@ def test_what_the_note_on_counts_names_is_taken_by_the_plan() -> None:
     "name",
     [
         "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
         *QUANTIZED["zero_optimization"],
     ],
 )
