@@ -17,7 +17,9 @@ from framework.plan.cluster import Cluster
 from framework.plan.memory import Memory, estimate
 from framework.plan.plan import make_plan
 from framework.recipes.language_models.gpt import GPT
+from tests.places import ROOT
 
+PAGE = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
 LLAMA_8B = {
     "kind": "gpt",
     "vocab_size": 128_256,
@@ -75,6 +77,11 @@ def test_the_longest_sequence_is_about_the_published_one(name: str) -> None:
         else:
             high = length
     assert low == pytest.approx(published, rel=0.25)
+    memory = estimated(LLAMA_8B, published, recompute="full", **training)
+    planned = memory.total(memory.peak) / 1e9
+    assert planned == pytest.approx(gigabytes, rel=0.33)
+    row = next(line for line in PAGE.splitlines() if f"| {published:,} ({gigabytes} GB) |" in line)
+    assert f"| {planned:.1f} GB |" in row
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
