@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from benchmarks.records import RESULTS, ROOT, load_average, machine, write
+from framework.commands.traced_work import find_own_work
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.data.batches import in_pixels
@@ -38,7 +39,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
 from framework.plan.plan import Plan, make_plan
 from framework.plan.time import estimate_time
-from framework.plan.work import work_of
+from framework.plan.work import ModelWork, work_of
 from framework.setup.components import gather_parts, make_train_loader
 from framework.setup.user_code import Objects
 
@@ -74,7 +75,9 @@ def config_here(path: Path, root: Path) -> RunConfig:
     if data.get("path"):
         del data["path"]
     values.pop("parallel", None)
-    if values.get("precision", {}).get("dtype") == "fp16":  # which DeepSpeed has not on processors
+    precision = values.get("precision", {})
+    precision.pop("fp8", None)  # neither it nor fp16 is on processors
+    if precision.get("dtype") == "fp16":
         values["precision"] = {"dtype": "bf16"}
     return config_from_values(values)
 
@@ -116,13 +119,11 @@ def loss_of(task: Any, outputs: Any, targets: Any) -> torch.Tensor:
     return torch.stack(totals).sum()
 
 
-def step_rate(plan: Plan, parts: Any) -> float | None:
+def step_rate(plan: Plan, parts: Any) -> float:
     """Return the samples a second of forward and backward passes on this processor, which a step with
-    its optimizer takes longer for; None for a model that is too large to measure here.
+    its optimizer takes longer for.
     """
     model = parts.build_model()
-    if sum(weight.numel() for weight in model.parameters()) > _LARGEST_ON_CPU:
-        return None
     batches = make_train_loader(plan, parts.splits, rank=0, num_workers=0).stream(0)
     task = parts.task
     inputs, targets = task.split(task.on_host(next(batches)))
@@ -137,10 +138,8 @@ def step_rate(plan: Plan, parts: Any) -> float | None:
     return samples_per_second(take)
 
 
-def device_rate(plan: Plan, device: str) -> float:
+def device_rate(plan: Plan, work: ModelWork, device: str) -> float:
     """Return the samples a second of a step on one device, by the planner's estimate."""
-    work = work_of(plan)
-    assert work is not None, "shipped models have their work"
     estimate = estimate_time(plan, work, Machine.listed(device, devices_per_host=1))
     seconds = max(estimate.total, _LEAST_STEP_SECONDS)
     return plan.layout.global_size / seconds
@@ -157,11 +156,14 @@ def row_of(path: Path, root: Path, device: str) -> dict[str, Any]:
     row["loader_for_device"] = row["loader"]
     if for_device is not parts.splits.train:
         row["loader_for_device"] = round(loader_rate(plan, replace(parts.splits, train=for_device)))
-    here = step_rate(plan, parts)
-    if here is not None:
-        row["step_here"] = round(here)
+    on_cuda = make_plan(config, Cluster(devices_per_host=1, device="cuda"))
+    work = work_of(on_cuda) or find_own_work(on_cuda)
+    assert work is not None, "models of shipped configs have their work"
+    if work.num_params <= _LARGEST_ON_CPU:
+        here = step_rate(plan, parts)
+        row["step_here"] = round(here, 1)
         row["times_step_here"] = round(row["loader"] / here, 1)
-    on_device = device_rate(make_plan(config, Cluster(devices_per_host=1, device="cuda")), device)
+    on_device = device_rate(on_cuda, work, device)
     row["step_on_device"] = round(on_device)
     row["times_step_on_device"] = round(row["loader_for_device"] / on_device, 1)
     return row
@@ -182,13 +184,17 @@ def distinct(paths: Sequence[Path]) -> Iterator[Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("configs", nargs="*", type=Path, help="run configs; left out: all shipped")
+    parser.add_argument(
+        "configs", nargs="*", type=Path, help="run configs, other rows stay; left out: all shipped"
+    )
     parser.add_argument("--device", default="h200-141gb", help="as `plan --gpu` takes it")
     parser.add_argument("--out", type=Path, default=RESULTS / "loader_rate.json")
     arguments = parser.parse_args(argv)
     paths = arguments.configs or sorted((ROOT / "ds_configs").glob("*.yaml"))
     torch.set_num_threads(1)
-    rows = {}
+    rows: dict[str, Any] = {}
+    if arguments.configs and arguments.out.exists():
+        rows = json.loads(arguments.out.read_text(encoding="utf-8"))["rows"]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         write_fashion_mnist(root)
@@ -200,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "load_average": load_average(),
         "device": arguments.device,
         "least_step_ms": 1000 * _LEAST_STEP_SECONDS,
-        "rows": rows,
+        "rows": dict(sorted(rows.items())),
     }
     write(values, arguments.out)
     slow = [name for name, row in rows.items() if row["times_step_on_device"] < TARGET]

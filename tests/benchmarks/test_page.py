@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from benchmarks.loader_rate import TARGET, distinct
 from tests.places import ROOT
 
 PAGE = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
@@ -86,6 +87,27 @@ def test_the_trainer_over_other_loops() -> None:
     assert f"({steps['trainer']:.2f} ms per step)" in PAGE
     assert f"{found['num_losses_compared']} losses" in PAGE
     assert f"differ by {found['largest_difference_of_losses']:.1e} at most" in PAGE
+
+
+def test_loaders_alone() -> None:
+    """Every shipped config whose loader does other work than another's has its row, and delivers
+    five times what the model takes.
+    """
+    found = results("loader_rate")["rows"]
+    shipped = sorted((ROOT / "ds_configs").glob("*.yaml"))
+    assert {path.name for path in distinct(shipped)} <= set(found)
+    assert set(found) <= {path.name for path in shipped}
+    shown = []
+    for name, row in found.items():
+        cells = [name, f"{row['loader_for_device']:,}", f"{row['step_on_device']:,}"]
+        cells.append(f"{row['times_step_on_device']:.1f}")
+        if "step_here" in row:
+            cells += [f"{row['step_here']:,}", f"{row['times_step_here']:,.1f}"]
+        else:
+            cells += ["", ""]
+        shown.append(cells)
+    assert rows("Loaders alone") == shown
+    assert min(row["times_step_on_device"] for row in found.values()) >= TARGET
 
 
 def test_gpt_2_on_one_gpu() -> None:
