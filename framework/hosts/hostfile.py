@@ -135,9 +135,9 @@ def odd_ones(counts: Mapping[str, int]) -> str:
     shown = dict(counts)
     if len(counts) > _REPORTED + 1:
         usual = most_common(counts.values())
-        odd = {name: count for name, count in counts.items() if count != usual}
-        usual_name = list(counts)[list(counts.values()).index(usual)]
-        shown = {usual_name: usual, **odd}
+        shown = {name: count for name, count in counts.items() if count != usual}
+        first_usual = next(name for name, count in counts.items() if count == usual)
+        shown = {first_usual: usual} | shown
     return first_few([f"{name} {count}" for name, count in shown.items()])
 
 
