@@ -132,13 +132,18 @@ def odd_ones(counts: Mapping[str, int]) -> str:
 
     Of many hosts there is one with the most common count, and all that have another.
     """
-    shown = dict(counts)
+    shown = counts
     if len(counts) > _REPORTED + 1:
-        usual = most_common(counts.values())
-        shown = {name: count for name, count in counts.items() if count != usual}
-        first_usual = next(name for name, count in counts.items() if count == usual)
-        shown = {first_usual: usual} | shown
+        shown = _one_usual_and_odd(counts)
     return first_few([f"{name} {count}" for name, count in shown.items()])
+
+
+def _one_usual_and_odd(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the first host with the most common count, and all hosts with another."""
+    usual = most_common(counts.values())
+    odd = {name: count for name, count in counts.items() if count != usual}
+    first = next(name for name in counts if name not in odd)
+    return {first: usual} | odd
 
 
 @dataclass(frozen=True)

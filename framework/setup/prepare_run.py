@@ -7,8 +7,6 @@ import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -203,17 +201,12 @@ def prepare(
     findings += [source.locate(problem) for problem in _shared_lanes(plan, parts)]
     ds_config = render(plan)
     findings += _problems_of_passed_keys(plan, ds_config, source)
-    weights = None
-    adapter = None
     with _placing(source):
         cut = _cut_into_stages(plan, parts)
-        # A checkpoint of adapters does not hold the weights that they were trained on.
-        if resumed is None or config.training.lora is not None:
-            findings += _problems_of_published_weights(config, source)
-            weights = _first_weights(config, cut)
-        if resumed is None:
-            findings += _problems_of_first_adapter(config, source)
-            adapter = _first_adapter(config)
+        weights, adapter, warnings = _starting_weights(
+            config, cut, source, is_resumed=resumed is not None
+        )
+    findings += warnings
     named = None
     if _names_checkpoint(config):
         named = resumed
@@ -343,51 +336,17 @@ def _find_resumed(config: RunConfig, lookup: ResumeLookup | None) -> SavedCheckp
         raise
 
 
-def _problems_of_published_weights(config: RunConfig, source: Source) -> tuple[Problem, ...]:
-    """Return warnings about a folder of Hugging Face's in `checkpoint.init_weights`. Raises
-    ConfigError for errors.
+def _starting_weights(
+    config: RunConfig, cut: CutModel | None, source: Source, *, is_resumed: bool
+) -> tuple[LazyWeights | SavedCheckpoint | None, LazyWeights | None, list[Problem]]:
+    """Return the weights and the adapters that the run starts from, if they are read, and the
+    warnings about them.
     """
-    if config.checkpoint.init_weights is None:
-        return ()
-    from framework.checkpoint.huggingface import published_problems
+    if config.checkpoint.init_weights is None and config.training.first_adapter is None:
+        return None, None, []
+    from framework.setup.first_weights import starting_weights
 
-    return accepted(published_problems(config), source)
-
-
-def _problems_of_first_adapter(config: RunConfig, source: Source) -> tuple[Problem, ...]:
-    """Return warnings about `training.lora.init_adapter`. Raises ConfigError for errors."""
-    if config.training.first_adapter is None:
-        return ()
-    from framework.checkpoint.adapter_files import adapter_problems
-    from framework.plan.work import trained_shapes
-
-    problems = adapter_problems(config.training.lora, partial(trained_shapes, config))
-    return accepted(problems, source)
-
-
-def _first_adapter(config: RunConfig) -> LazyWeights | None:
-    """Return the adapters that training starts from, under the names in peft's files."""
-    folder = config.training.first_adapter
-    if folder is None:
-        return None
-    from framework.checkpoint.adapter_files import WEIGHTS
-    from framework.checkpoint.state.weight_files import read_exported
-
-    return read_exported(Path(folder) / WEIGHTS)
-
-
-def _first_weights(config: RunConfig, cut: CutModel | None) -> LazyWeights | SavedCheckpoint | None:
-    """Return the weights, or the checkpoint, that `checkpoint.init_weights` names."""
-    path = config.checkpoint.init_weights
-    if path is None:
-        return None
-    from framework.engine.weights import find_weights, refuse_other_layers
-
-    unverified = config.checkpoint.allow_unverified
-    weights = find_weights(path, allow_unverified=unverified, model=config.model)
-    if cut is not None and not isinstance(weights, SavedCheckpoint):
-        refuse_other_layers(weights, cut.surveyed, source=path)
-    return weights
+    return starting_weights(config, cut, source, is_resumed=is_resumed)
 
 
 @contextlib.contextmanager
