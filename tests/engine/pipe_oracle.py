@@ -25,8 +25,12 @@ from tests.gpu.oracles import lamb, lion
 from tests.tasks.value import value_of_step
 
 _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
+    # In half precision as well the least squares of gradients are those of fp32.
     "adafactor": lambda parameters, section: torch.optim.Adafactor(
-        parameters, section.lr, weight_decay=section.weight_decay
+        parameters,
+        section.lr,
+        eps=(torch.finfo(torch.float32).eps, 1e-3),
+        weight_decay=section.weight_decay,
     ),
     "adamw": lambda parameters, section: torch.optim.AdamW(
         parameters, section.lr, section.betas, weight_decay=section.weight_decay

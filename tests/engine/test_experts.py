@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,6 +64,9 @@ BY_STEPS = (
 )
 
 
+IN_8_BITS = {"zero_quantized_weights": True, "stage3_allgather_sequential": True}
+
+
 def second_copies(size: int, **more: Any) -> dict[str, Any]:
     """Sections of a run that spreads every weight, with second copies over `size` ranks (hpZ), and
     more keys of DeepSpeed's.
@@ -91,6 +94,7 @@ class Case:
     lora: dict[str, Any] | None = None
     freeze: tuple[Any, ...] = ()
     copies: int = 1  # ranks that share second copies of all weights (hpZ)
+    quantized: bool = False  # weights are gathered in 8 bits, each by itself
 
     @property
     def name(self) -> str:
@@ -100,6 +104,7 @@ class Case:
             size = getattr(self, name)
             place += f"-{name[0]}{size}" if size > 1 else ""
         place += f"-hpz{self.copies}" if self.copies > 1 else ""
+        place += "-int8" * self.quantized
         place += "-mixtral" if self.moe is MIXTRAL else ""
         end = "-lora" if self.lora else ""
         end += "-frozen" if self.freeze else ""
@@ -123,6 +128,7 @@ class Case:
             "batch": {"global_size": GLOBAL_SIZE, "accumulation_steps": self.steps},
             "zero": {"stage": self.stage},
             **(second_copies(self.copies) if self.copies > 1 else {}),
+            **(second_copies(1, **IN_8_BITS) if self.quantized else {}),
             "parallel": {
                 "expert": self.expert,
                 "sequence": self.sequence,
@@ -290,6 +296,40 @@ def in_parts(mixture: MixtureOfExperts, number: int) -> None:
     mixture.forward = forward  # type: ignore[method-assign]
 
 
+# Layers that a tensor group divides by rows; others that it divides are divided by columns.
+BY_ROWS, BY_COLUMNS = ("query", "key", "value", "up", "embed"), ("output", "down")
+
+
+def in_8_bits(model: nn.Module, case: Case) -> dict[nn.Parameter, torch.Tensor]:
+    """Give a model the numbers that ranks gather: of every rank's share the nearest of 256, the
+    largest number of the share being the 128th. Return its own numbers.
+    """
+    kept = {}
+    ranks = case.ranks // case.tensor
+    for name, weight in model.named_parameters():
+        kept[weight] = weight.data
+        layer = name.split(".")[-2]
+        holders = ranks // case.expert if ".experts." in name else ranks
+        if holders == 1:  # nothing is gathered
+            continue
+        parts = [weight.data]
+        dim = 0
+        if layer in BY_ROWS:
+            parts = list(weight.data.chunk(case.tensor, dim))
+        elif layer in BY_COLUMNS and weight.ndim > 1:
+            dim = 1
+            parts = list(weight.data.chunk(case.tensor, dim))
+        rounded = []
+        for part in parts:
+            shares = part.reshape(holders, -1).half().float()
+            step = shares.abs().amax(1, keepdim=True) / 128
+            step[step == 0] = 1.0
+            codes = (shares / step).round().clamp(-128, 127)
+            rounded.append((codes * step).half().float().view(part.shape))
+        weight.data = torch.cat(rounded, dim)
+    return kept
+
+
 def with_adapters(model: nn.Module, lora: dict[str, Any]) -> None:
     """Put adapters into a model by peft's own function, as a run draws them."""
     import peft
@@ -361,6 +401,7 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
     found, average = [], Average(model, 0.8)
     for step, batches in enumerate(micro_batches(case), start=1):
         optimizer.zero_grad()
+        kept = in_8_bits(model, case) if case.quantized else {}
         nats, routings = torch.zeros(()), []
         for ids, targets in batches:
             with collected_routings() as reported:
@@ -373,6 +414,8 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
         loss = nats / sum(int((targets != -100).sum()) for _, targets in batches)
         added = sum((one.loss for one in routings), torch.zeros(())) / len(batches)
         (loss + added).backward()
+        for weight, numbers in kept.items():
+            weight.data = numbers
         for weight in _frozen(case, model, step=step):
             weight.grad = None
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -410,6 +453,11 @@ def hold(case: Case, folder: Path) -> None:
     rows, (expected, average) = read_metrics(folder / case.name), plain_steps(case)
     # Muon computes in bf16, where a last bit of a gradient may move a number by 2**-8 of it.
     within = 2e-3 if case.optimizer["kind"] == "muon" else 1e-5
+    if case.quantized:
+        within = 1e-4  # a number between two codes may go to the other one
+        unrounded, _ = plain_steps(replace(case, quantized=False))
+        rounding = abs(unrounded[0]["train/grad_norm"] - expected[0]["train/grad_norm"])
+        assert rounding > 50 * within, "8 bits must show"
     for name in expected[0]:
         assert [row[name] for row in rows] == pytest.approx(
             [step[name] for step in expected], abs=within
@@ -468,6 +516,8 @@ FOUR.append(WATCHED)
 FOUR.append(Case(3, TOP1, SGD, steps=2, ranks=4, expert=2, copies=2))
 FOUR.append(Case(3, TOP2, ADAMW, recompute=1, ranks=4, expert=2, copies=4))
 FOUR.append(Case(3, TOP2, SGD, steps=2, ranks=4, expert=2, tensor=2, copies=2))
+FOUR.append(Case(3, TOP2, SGD, steps=2, ranks=4, expert=2, quantized=True))
+FOUR.append(Case(3, TOP2, ADAMW, ranks=4, expert=2, tensor=2, quantized=True))
 RARE_FOUR = [
     Case(1, TOP2, SGD, ranks=4, expert=2, tensor=2),
     Case(1, {**TOP2, "every": 1}, ADAMW, ranks=4, expert=2, pipe=2),
@@ -486,6 +536,7 @@ def on_four(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
         saved("once-same", folder, {**COPIED, "deepspeed": {}}),
         saved("copied-same-whole", folder, COPIED),
         gone_on("copied-same", folder, COPIED),
+        saved("in-8-bits", folder, {**SPREAD, **second_copies(4, zero_quantized_weights=True)}),
     ]
     configs = [*(case.config(folder) for case in held), *saves]
     configs[held.index(WATCHED)]["monitors"] = BOARD
@@ -689,6 +740,17 @@ def test_second_copies_change_no_bit_and_a_run_goes_on_with_them(on_four: Path) 
     for name in ("train/loss", "train/grad_norm", "eval/loss"):
         assert series(whole, name) == series(on_four / "once-same", name), name
         assert series(on_four / "copied-same", name) == after_stop(whole, name), name
+
+
+def test_quantized_weights_from_second_copies_stay_close(on_four: Path) -> None:
+    """Several weights in one message, some of experts, forward from shares and backward from second
+    copies.
+    """
+    for name, within in (("train/loss", 0.01), ("train/grad_norm", 0.2)):
+        expected = pytest.approx(series(on_four / "once-same", name), rel=within)
+        found = series(on_four / "in-8-bits", name)
+        assert found == expected, name
+        assert found != series(on_four / "once-same", name)
 
 
 @pytest.mark.exhaustive

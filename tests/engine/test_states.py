@@ -45,6 +45,9 @@ def config(
     optimizer: dict[str, Any] | None = None,
     **sections: Any,
 ) -> dict[str, Any]:
+    section = optimizer or {}
+    if "kind" not in section:
+        section = {"kind": "adamw", "lr": 2e-3, "betas": [0.9, 0.95], **section}
     return {
         **GPT,
         "model": {**GPT["model"], "num_layers": 1},
@@ -52,7 +55,7 @@ def config(
         "data": {**GPT["data"], "path": str(text)},
         "precision": precision,
         "zero": zero,
-        "optimizer": {"kind": "adamw", "lr": 2e-3, "betas": [0.9, 0.95], **(optimizer or {})},
+        "optimizer": section,
         "batch": {"global_size": 8, "micro_size": 2, "accumulation_steps": 2},
         "training": {"max_steps": NUM_STEPS, "log_every": 1, "clip_grad_norm": 1.0},
         "evaluation": {"at_end": False},
@@ -94,20 +97,38 @@ RUNS: Final[dict[str, dict[str, Any]]] = {
         "optimizer": DEEPSPEEDS,
     },
 }
+# Optimizers that make other steps than AdamW -> ZeRO stages.
+OTHERS: Final[dict[str, tuple[dict[str, Any], tuple[int, ...]]]] = {
+    "muon": ({"kind": "muon", "lr": 0.01}, (2, 3)),
+    "adafactor": ({"kind": "adafactor", "lr": 0.05}, (1, 3)),
+}
+OTHER_RUNS: Final[dict[str, dict[str, Any]]] = {
+    f"bf16-{kind}-z{stage}": {"precision": BF16, "zero": {"stage": stage}, "optimizer": section}
+    for kind, (section, stages) in OTHERS.items()
+    for stage in stages
+}
 WIDE: Final[dict[str, Any]] = {"precision": {"dtype": "bf16"}, "zero": {"stage": 2}}
-RESUMED: Final = ("bf16-z1", "bf16-z3", "bf16-pipe-z1", "bf16-weights-z1")
+RESUMED: Final = (
+    "bf16-z1",
+    "bf16-z3",
+    "bf16-pipe-z1",
+    "bf16-weights-z1",
+    "bf16-muon-z2",
+    "bf16-adafactor-z3",
+)
 
 
 @pytest.fixture(scope="module")
 def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("states")
     cases = [config("wide", folder, text, **WIDE)]
-    for name, sections in RUNS.items():
+    every = RUNS | OTHER_RUNS
+    for name, sections in every.items():
         saved = {"every_steps": STOP, "keep_last": 9} if name in RESUMED else {"at_end": False}
         cases.append(config(name, folder, text, **sections, checkpoint=saved))
     for name in RESUMED:
         resumed = {"resume": str(folder / name / "checkpoints" / f"global_step{STOP}")}
-        cases.append(config(f"{name}-on", folder, text, **RUNS[name], checkpoint=resumed))
+        cases.append(config(f"{name}-on", folder, text, **every[name], checkpoint=resumed))
     rounding = {"resume": str(folder / "wide"), "at_end": False}
     cases.append(config("rounding", folder, text, **RUNS["bf16-z1"], checkpoint=rounding))
     train_cases(cases, num_ranks=2, folder=folder, allow_fp16=True)
@@ -137,6 +158,20 @@ def test_losses_are_those_of_plain_pytorch_in_bf16(
     runs: Path, plain: list[float], name: str
 ) -> None:
     assert furthest(runs / name, plain) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_optimizers_step_states_in_bf16_as_plain_pytorch(
+    runs: Path, text: Path, tmp_path: Path, kind: str
+) -> None:
+    section, stages = OTHERS[kind]
+    values = config(
+        kind, tmp_path, text, precision={"dtype": "fp32"}, zero={"stage": 0}, optimizer=section
+    )
+    losses, _, _ = plain_run(values, micro_size=2, num_steps=NUM_STEPS, dtype=torch.bfloat16)
+    assert losses[-1] < losses[0] - 0.05, "the oracle itself must learn"
+    for stage in stages:
+        assert furthest(runs / f"bf16-{kind}-z{stage}", losses) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", RESUMED)

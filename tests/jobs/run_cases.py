@@ -24,6 +24,10 @@ def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     if "--allow-fp16" in sys.argv:
         allow_fp16()
+    if "zero_quantized" in json.dumps(cases):
+        from tests.jobs.quantizer_on_cpu import allow_quantized
+
+        allow_quantized()
     with process_group(None):
         for case in cases:
             try:

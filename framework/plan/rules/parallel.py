@@ -20,7 +20,6 @@ from framework.plan.zero_plus_plus import COPIES, passed_zero, size_of_copies
 
 # Keys of groups that DeepSpeed makes of all ranks, whatever these hold.
 _OVER_ALL_RANKS: Final = ("zero_quantized_gradients", "mics_shard_size")
-_NOT_SHOWN: Final = ("zero_quantized_weights",)
 
 
 @rule("tensor-not-divisible")
@@ -85,7 +84,7 @@ def _further_groups(
     """
     zero = passed_zero(config)
     size = getattr(config.parallel, beside.partition(".")[2])
-    for key in (*_OVER_ALL_RANKS, *_NOT_SHOWN):
+    for key in _OVER_ALL_RANKS:
         if zero.get(key, False) in (False, None, 1, -1):
             continue
         if key == "zero_quantized_gradients" and cluster.num_hosts == 1:
@@ -94,8 +93,6 @@ def _further_groups(
             f"DeepSpeed makes its groups of all ranks (utils/groups.py), and with {beside}: {size} "
             "these hold different weights"
         )
-        if key in _NOT_SHOWN:
-            reason = f"with {beside}: {size} it is not shown to be right"
         where = f"deepspeed.zero_optimization.{key}"
         yield Problem(kind, reason, f"remove it, or set {beside}: 1", where, zero[key])
 
