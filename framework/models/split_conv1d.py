@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from framework.models.split import ColumnLayer, DividedLayer, RowLayer
 
 
-class DividedConv1D(DividedLayer, Conv1D):  # type: ignore[misc]
+class DividedConv1D(DividedLayer, Conv1D):
     """`Conv1D` with a rank's part of its matrix."""
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
