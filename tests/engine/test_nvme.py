@@ -39,7 +39,7 @@ STATE, WEIGHTS, BOTH = (
     ("offload_optimizer", "offload_param"),
 )
 SLOW, CALM = SGD | {"lr": 0.05}, ADAMW | {"lr": 5e-4}
-OTHERS = (("muon", 0.002), ("adafactor", 0.01), ("lamb", 0.01))
+OTHERS = (("muon", 0.002), ("adafactor", 0.01))
 
 
 @dataclass(frozen=True)
