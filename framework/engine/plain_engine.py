@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import deepspeed
 import torch
 
 from framework.checkpoint.state.weight_names import names_of
-from framework.config.training import FAST_ROWS, slow_rows
 from framework.engine.base_engine import BaseEngine
 from framework.engine.distributed import device, device_name
 from framework.engine.gradient_sums import sum_gradients
@@ -37,7 +36,6 @@ from framework.models.layers import LayeredModel
 from framework.plan.compiling import CompileChoice, compile_choice, uses_deepcompile
 from framework.plan.plan import Plan
 from framework.system.limits import ranks_on_host, room
-from framework.system.log import warn
 from framework.tasks.loss_checks import refuse_without_graph
 from framework.tasks.task import Task
 
@@ -396,7 +394,10 @@ def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Tiles:
     """
     tile = plan.config.training.loss_tile
     if tile == 0 or (tile == "auto" and not isinstance(model, LayeredModel)):
-        _warn_of_slow_rows(model, plan)
+        if device_name() != "cpu" and plan.config.precision.dtype != "fp32":
+            from framework.engine.slow_rows import warn_of_slow_rows
+
+            warn_of_slow_rows(model)
         return _no_tiles
     from framework.engine.loss_tiles import loss_tiles
 
@@ -405,26 +406,6 @@ def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Tiles:
 
 def _no_tiles(targets: Any) -> AbstractContextManager[None]:
     return nullcontext()
-
-
-def _warn_of_slow_rows(model: torch.nn.Module, plan: Plan) -> None:
-    """Warn of an output layer of the user's own that GPUs compute slowly; for shipped models the
-    plan has a note.
-    """
-    if device_name() == "cpu" or plan.config.precision.dtype == "fp32":
-        return
-    if isinstance(model, LayeredModel):
-        return
-    tokens = 0
-    with suppress(AttributeError, NotImplementedError):  # few models have one
-        tokens = getattr(cast(Any, model).get_output_embeddings(), "out_features", 0)
-    if tokens % FAST_ROWS:
-        fix = (
-            "fill them up (transformers: resize_token_embeddings), or set training.loss_tile: 2048"
-        )
-        warn(
-            f"output layer of {type(model).__name__}: {slow_rows(tokens)}; {fix} [slow-vocabulary]"
-        )
 
 
 @contextmanager

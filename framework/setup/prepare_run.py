@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.load import Source
 from framework.config.precision import fp8_of
@@ -29,7 +27,7 @@ from framework.errors import ConfigError, Problem, StorageError, counted
 from framework.plan.cluster import Cluster, Device
 from framework.plan.plan import Plan, accepted, make_plan
 from framework.plan.render import render
-from framework.plan.rules.devices import fp8_problems, missing_fp8_package, missing_metrics_package
+from framework.plan.rules.devices import missing_metrics_package
 from framework.setup.components import Parts, gather_parts
 from framework.setup.user_code import Objects, check_arguments, load_target
 from framework.system.waiting import waiting
@@ -358,38 +356,6 @@ def _placing(source: Source) -> Iterator[None]:
         raise ConfigError([source.locate(problem) for problem in error.problems]) from error
 
 
-def _compile_problems(section: Compile | str | None, device: Device) -> Iterator[Problem]:
-    """Yield the first problem that compiling the model would meet here; none with ``auto``."""
-    if not isinstance(section, Compile):
-        return
-    from framework.plan.compiled_ops import missing_compiler
-    from framework.plan.compiling import BY_INDUCTOR, DEEPCOMPILE
-
-    backends = [*torch.compiler.list_backends(exclude_tags=()), DEEPCOMPILE]
-    if section.backend not in backends:
-        reason = "torch knows no such backend here"
-        fix = f"write one of {', '.join(backends)}"
-        yield Problem("unknown-backend", reason, fix, "training.compile.backend", section.backend)
-        return
-    if section.backend in BY_INDUCTOR:
-        problem = missing_compiler(device, os.environ)
-        if problem:
-            yield problem
-
-
-def _fp8_problems(config: RunConfig, device: Device) -> Iterator[Problem]:
-    """Yield what is missing here for products in fp8: the package, or a GPU that has them."""
-    section = fp8_of(config.precision)
-    if section is None:
-        return
-    yield from missing_fp8_package(config.precision)
-    if device == "cuda" and not section.emulate:
-        capability = None
-        if torch.version.hip is None:
-            capability = torch.cuda.get_device_capability()
-        yield from fp8_problems(config.precision, torch.cuda.get_device_name(), capability)
-
-
 def _check_packages(config: RunConfig, device: Device) -> None:
     """Refuse a run that lacks a package. Every rank checks: if rank 0 alone failed later, the
     others would wait for it.
@@ -402,9 +368,11 @@ def _check_packages(config: RunConfig, device: Device) -> None:
         reason = "peft, which adds adapters to models, is not installed"
         fix = "pip install peft"
         problems.append(Problem("package-missing", reason, fix, "training.lora"))
-    problems += _fp8_problems(config, device)
     problems += missing_metrics_package(config)
-    problems += _compile_problems(config.training.compile, device)
+    if isinstance(config.training.compile, Compile) or fp8_of(config.precision) is not None:
+        from framework.setup.device_needs import missing_for_device
+
+        problems += missing_for_device(config, device)
     if problems:
         raise ConfigError(problems)
     for number, section in enumerate(config.monitors.others):

@@ -25,7 +25,7 @@ from framework.data.token_files import SpecialTokens
 from framework.data.tokens import Tokens
 from framework.errors import FrameworkError
 from framework.recipes.text.windows import TextWindows
-from framework.setup import prepare_run
+from framework.setup import device_needs, prepare_run
 from framework.setup.handed_over import config_with_objects
 from framework.setup.prepare_run import prepare
 from framework.setup.user_code import Objects
@@ -151,18 +151,18 @@ def test_fp8_is_refused_without_its_package_and_on_a_gpu_without_it(
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "torchao" else find_spec(name)
     )
-    (problem,) = prepare_run._fp8_problems(config, "cpu")
+    (problem,) = device_needs._fp8_problems(config, "cpu")
     assert (problem.kind, problem.key) == ("package-missing", "precision.fp8")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert list(prepare_run._fp8_problems(config, "cuda")) == []
+    assert list(device_needs._fp8_problems(config, "cuda")) == []
     config = config_from_values({"precision": section | {"fp8": True}, "zero": {"stage": 1}})
-    (problem,) = prepare_run._fp8_problems(config, "cuda")
+    (problem,) = device_needs._fp8_problems(config, "cuda")
     assert problem.kind == "fp8-on-device"
     assert "NVIDIA A100 has no products in fp8: its compute capability is 8.0" in problem.reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    assert list(prepare_run._fp8_problems(config, "cuda")) == []
+    assert list(device_needs._fp8_problems(config, "cuda")) == []
 
 
 def test_a_builder_that_needs_arguments() -> None:
