@@ -195,7 +195,7 @@ def _findings(
         return
     if widest is not None:
         reason = f"{reason}; nothing fits: {result.block}"
-        fix = _devices_that_fit(question, planned, widest)
+        fix = _fix_where_nothing_fits(question, planned, widest)
     else:
         best = result.ranked[0]
         fix = f"set {settings_text(best.changes(planned)) or 'as above'}"
@@ -205,9 +205,9 @@ def _findings(
     yield Problem("memory-too-small", reason, fix, "zero.stage", stage, severity="warning")
 
 
-def _devices_that_fit(question: Question, planned: Candidate, widest: SearchResult) -> str:
-    """Return the fix for a plan that no strategy beside it makes fit: the settings of the widest
-    search, or more devices.
+def _fix_where_nothing_fits(question: Question, planned: Candidate, widest: SearchResult) -> str:
+    """Return the fix where neither the plan nor a strategy beside it fits: the best settings of the
+    widest search, or the fewest devices on which a search finds some, or a smaller model.
     """
     if widest.ranked:
         return f"set {settings_text(widest.ranked[0].changes(planned))}"

@@ -19,7 +19,7 @@ from typing import Any, Final
 from framework import errors
 from framework.deploy.options import JobRequest, count, matching, parse, resume_setting
 from framework.errors import UsageError
-from framework.launch.job import hand_out, refuse_one_start
+from framework.launch.job import hand_out, refuse_named_checkpoint
 from framework.launch.options import WAIT_SECONDS
 from framework.load_run import load_run
 from framework.system.arguments import option
@@ -138,7 +138,7 @@ def main(words: Sequence[str]) -> int:
             "supervision.max_restarts"
         )
     if request.requeue:
-        refuse_one_start(config, place="launch slurm --requeue", once="without --requeue")
+        refuse_named_checkpoint(config, place="launch slurm --requeue", once="without --requeue")
         overrides += resume_setting(overrides, config)
     name = request.name or config.run.name
     request = replace(request, words=[path, *overrides], name=name, max_restarts=max_restarts)

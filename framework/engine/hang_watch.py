@@ -368,14 +368,14 @@ class HangWatch:
             self._end(line, EXIT_NO_PROGRESS, until=now)
 
     def _end_if_too_long(self, seconds: float, phase: str) -> None:
-        """End this process after `supervision.hang_seconds`, or more in a phase that may be
-        long.
+        """End this process if it has stalled longer than `supervision.hang_seconds`; in a phase
+        that may rightly be long, only after `_LONG_SECONDS` as well.
         """
         if not self._end_seconds or seconds <= self._end_seconds:
             return
         if phase in SHORT_PHASES or seconds > _LONG_SECONDS:
             line = (
-                f"{describe_stall(self.phase, seconds)} (supervision.hang_seconds); the warning "
+                f"{describe_stall(phase, seconds)} (supervision.hang_seconds); the warning "
                 "before says where [hang]"
             )
             self._end(line, EXIT_TRAINING, until=time.monotonic())

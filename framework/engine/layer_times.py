@@ -25,7 +25,8 @@ def time_layers(
     layers: Sequence[Layer], inputs: Any, *, seed: int, precision: FP32 | FP16 | BF16 | Autocast
 ) -> list[float]:
     """Return the median seconds of a forward and a backward pass of every layer, measured one after
-    the other on this rank's device; each layer is built and thrown away in turn.
+    the other on this rank's device. Each layer is built and thrown away in turn; tied layers are
+    one module, which is kept.
 
     `inputs` is one micro-batch for the first layer, on the CPU.
 
@@ -45,7 +46,7 @@ def time_layers(
         for number, layer in enumerate(layers):
             try:
                 module = tied.get(layer.tied)
-                if not module:
+                if module is None:
                     module = layer.make_copy(number, seed=seed).to(device(), half)
                 if layer.tied:
                     tied[layer.tied] = module

@@ -72,15 +72,14 @@ def refuse_too_few(
     raise ConfigError(problem)
 
 
-def refuse_one_start(config: RunConfig, *, place: str, once: str) -> None:
-    """Raise a UsageError if `checkpoint.resume` names a checkpoint.
-
-    Each start of the job would go back there.
+def refuse_named_checkpoint(config: RunConfig, *, place: str, once: str) -> None:
+    """Raise a UsageError if `checkpoint.resume` names a checkpoint: each start of a job that starts
+    again would go back to it.
 
     Args:
         config: of the run.
-        place: command and option that restart the job, such as ``launch slurm --requeue``.
-        once: the option with which the job does not start again.
+        place: command and option for the message, such as ``launch slurm --requeue``.
+        once: how to have one start alone, such as ``without --requeue``.
     """
     if config.checkpoint.resume not in ("auto", "never"):
         raise UsageError(

@@ -73,7 +73,7 @@ _OPTIONS: Final = shlex.split(
     "ControlMaster=no -o ControlPath=none -o ForwardAgent=no -o ForwardX11=no -o "
     "ClearAllForwardings=yes -T"
 )
-_PROMPTS: Final = re.compile(r"(-o)?\s*batchmode[\s=]+(?!yes)", re.IGNORECASE)
+_BATCH_MODE_OFF: Final = re.compile(r"(-o)?\s*batchmode[\s=]+(?![\s=]|yes)", re.IGNORECASE)
 _REPORTED: Final = 3  # commands of agents that are printed
 _NO_PLAIN: Final = (
     "none; DeepSpeed's launcher has no words for these hosts, devices, folder or Python"
@@ -319,14 +319,15 @@ def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
     """Split the value of ``--ssh_args``; messages name `command`.
 
     Raises:
-        UsageError: the quotes are wrong, or `ssh` would prompt for a password.
+        UsageError: the quotes are wrong, or BatchMode is turned off, so that `ssh` could ask for a
+            password.
     """
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise UsageError(f"{command}: --ssh_args: {error}") from None
     for word in words:
-        if _PROMPTS.match(word):
+        if _BATCH_MODE_OFF.match(word):
             reason = "no password can be asked for; use a key, or an agent that holds it"
             raise UsageError(f"{command}: --ssh_args: {word}: {reason}")
     return words

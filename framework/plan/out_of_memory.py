@@ -219,14 +219,14 @@ def _advice_of_sizes(shortage: Shortage) -> Iterator[str]:
 
 
 def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
-    """Yield advice on what lies beside the config: pieces, other processes, and where the host's
-    memory goes.
+    """Yield advice that the estimated fixes do not give: on device memory in unused pieces, other
+    processes on the device, NCCL, the batch of an evaluation, and what fills the host's memory.
     """
     yield from _advice_of_sizes(shortage)
     if shortage.component == "buffers of NCCL":
         yield (
-            "NCCL allocates beside torch: leave it 1 to 2 GiB, by the settings above or a "
-            "smaller batch"
+            "NCCL allocates beside torch: leave it 1 to 2 GiB, by one of the fixes or a smaller "
+            "batch"
         )
     if shortage.moment == "evaluation":
         yield "an evaluation has a batch of its own: set a smaller evaluation.batch_size"

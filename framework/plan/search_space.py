@@ -215,9 +215,10 @@ def _choices_of_size(request: Request, key: str, size: int) -> list[int]:
 
 
 def _goes_together(request: Request, sizes: Mapping[str, int]) -> bool:
-    """Check whether several sizes go together: groups of a host's devices are no larger than it,
-    ranks divide, and so do the samples of a step. One size alone is left to the rules, which give
-    the reason.
+    """Check whether several sizes above 1 go together: a pass over the user's model was made for
+    them, the sizes divide the ranks and what the search chose inside a host its devices, and the
+    samples of a step divide over the replicas. One size alone is left to the rules, which give the
+    reason.
     """
     if not is_combined(sizes):
         return True
@@ -228,9 +229,9 @@ def _goes_together(request: Request, sizes: Mapping[str, int]) -> bool:
     free = request.free & {TENSOR, SEQUENCE}
     if free and request.cluster.devices_per_host % inside:
         return False
-    ranks, remainder = divmod(request.cluster.world_size, prod(sizes[key] for key in SIZES))
+    replicas, remainder = divmod(request.cluster.world_size, prod(sizes[key] for key in SIZES))
     samples = request.config.batch.global_size
-    return not remainder and (samples is None or samples % ranks == 0)
+    return not remainder and (samples is None or samples % replicas == 0)
 
 
 def _parts_of_experts(config: RunConfig, cluster: Cluster) -> list[int]:

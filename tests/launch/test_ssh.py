@@ -473,6 +473,11 @@ def test_no_password_prompt(text: str, command: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("word", ["BatchMode = yes", "batchmode  yes", "BatchMode= YES"])
+def test_blanks_before_yes_are_no_password_prompt(word: str) -> None:
+    assert split_ssh_args(f"-o '{word}'") == ["-o", word]
+
+
 @pytest.mark.slow
 def test_the_environment_is_not_on_the_command_line(path: str) -> None:
     look = "import sys; sys.stdin.readline(); print(('sec' + 'ret') in open('/proc/self/cmdline').read())"

@@ -19,7 +19,7 @@ from framework.deploy.k8s.render import manifest
 from framework.deploy.k8s.request import K8sRequest
 from framework.deploy.options import as_service_name, last_setting, parse, resume_setting
 from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, UsageError, printable
-from framework.launch.job import hand_out, refuse_one_start
+from framework.launch.job import hand_out, refuse_named_checkpoint
 from framework.load_run import load_run
 
 _MARK = b"app.kubernetes.io/name: dsf-trainer"  # in every object that we print
@@ -77,7 +77,7 @@ def _completed(request: K8sRequest) -> K8sRequest:
     # Without a claim the checkpoint that the config names is all that outlives a pod: each start
     # resumes from it rightly.
     if request.ckpt_pvc and restarts:
-        refuse_one_start(config, place="launch k8s --ckpt_pvc", once="with --restarts 0")
+        refuse_named_checkpoint(config, place="launch k8s --ckpt_pvc", once="with --restarts 0")
     words = list(request.words)
     words += _settings(request, config)
     config_text = ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from base64 import b64decode
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -157,7 +159,10 @@ def _token(work: Workload) -> Findings:
     path = work.option("token_file")
     volume = work.volume(path) if path else None
     if volume is None or not volume.mapping().keys() & {"secret", "csi", "projected"}:
-        reason = f"--token_file {path or 'is left out'}: agents would take anybody for a node"
+        if path:
+            reason = f"--token_file {path} lies on no mounted Secret: others may read or replace it"
+        else:
+            reason = "--token_file is left out: agents do not start without it, or take anybody"
         yield (
             work.program.at("command"),
             reason,
@@ -177,13 +182,15 @@ def _short_token(secret: ManifestPart, path: str) -> Findings:
         yield secret.at("metadata", "name"), reason, "32 random bytes: openssl rand -hex 32"
 
 
-def _secret_value(secret: ManifestPart, key: str) -> str:
-    """Return the value of a Secret's key, in base64 if ``data`` holds it; empty if missing."""
-    for field in ("data", "stringData"):
-        values = secret.mapping(field)
-        if key in values:
-            return str(values[key])
-    return ""
+def _secret_value(secret: ManifestPart, key: str) -> bytes:
+    """Return the value of a Secret's key; empty if it is missing."""
+    plain = secret.mapping("stringData")  # Kubernetes takes it before what ``data`` has
+    if key in plain:
+        return str(plain[key]).encode()
+    encoded = str(secret.mapping("data").get(key, ""))
+    with suppress(ValueError):  # kubectl says what is wrong with it
+        return b64decode(encoded)
+    return encoded.encode()
 
 
 @rule

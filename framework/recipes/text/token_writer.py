@@ -125,8 +125,8 @@ class FolderWriter:
         self._current.add(numbers, ends=piece.ends)
 
     def finish(self) -> Meta:
-        """Complete evaluation's share, and write ``meta.json`` when everything else is on the
-        disk.
+        """Complete evaluation's share, and write ``meta.json`` last, with the sizes and hashes of
+        all other files.
         """
         missing = self._share.tokens_to_move(self.train.num_tokens, self.evaluation.num_tokens)
         if missing:

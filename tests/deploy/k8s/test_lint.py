@@ -286,6 +286,12 @@ MUTATIONS: list[tuple[str, str, Mutation]] = [
         lambda d: set_option(container(d)["command"], "--token_file", "/etc/dsf-token/other"),
     ),
     ("token", "job.yaml", lambda d: d["Secret"].update(stringData={"token": "fifteen letters"})),
+    # 12 bytes, which are 16 letters in base64
+    (
+        "token",
+        "job.yaml",
+        lambda d: d["Secret"].update(stringData={}, data={"token": "dHdlbHZlIGJ5dGVz"}),
+    ),
     (
         "runtime",
         "trainjob-on-runtime.yaml",
