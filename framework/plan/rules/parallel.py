@@ -16,10 +16,10 @@ from framework.plan.cluster import Cluster
 from framework.plan.layers import num_layers
 from framework.plan.layout import Layout
 from framework.plan.rules.base import Found, nearest_divisor, rule
+from framework.plan.rules.passthrough import is_on
 from framework.plan.zero_plus_plus import COPIES, passed_zero, size_of_copies
 
-# Keys of groups that DeepSpeed makes of all ranks, whatever these hold.
-_OVER_ALL_RANKS: Final = ("zero_quantized_gradients", "mics_shard_size")
+_QUANTIZED_GRADIENTS: Final = "zero_quantized_gradients"
 
 
 @rule("tensor-not-divisible")
@@ -77,24 +77,23 @@ def _missing_tensor_plan(model: ModelSection) -> Iterator[Problem]:
 def _further_groups(
     config: RunConfig, cluster: Cluster, beside: str, kind: str
 ) -> Iterator[Problem]:
-    """Find groups that DeepSpeed makes of all ranks, beside the groups of a key, `beside`.
+    """Find groups that DeepSpeed makes of all ranks for gradients in few bits, beside the groups of
+    a key, `beside`.
 
     Within a host it quantizes no gradients (deepspeed/runtime/zero/stage3.py
     `__avg_scatter_grads`), and sums them over the ranks that hold the same.
     """
     zero = passed_zero(config)
     size = getattr(config.parallel, beside.partition(".")[2])
-    for key in _OVER_ALL_RANKS:
-        if zero.get(key, False) in (False, None, 1, -1):
-            continue
-        if key == "zero_quantized_gradients" and cluster.num_hosts == 1:
-            continue
-        reason = (
-            f"DeepSpeed makes its groups of all ranks (utils/groups.py), and with {beside}: {size} "
-            "these hold different weights"
-        )
-        where = f"deepspeed.zero_optimization.{key}"
-        yield Problem(kind, reason, f"remove it, or set {beside}: 1", where, zero[key])
+    if cluster.num_hosts == 1 or not is_on(zero, _QUANTIZED_GRADIENTS):
+        return
+    reason = (
+        f"DeepSpeed makes its groups of all ranks (utils/groups.py), and with {beside}: {size} "
+        "these hold different weights"
+    )
+    where = f"deepspeed.zero_optimization.{_QUANTIZED_GRADIENTS}"
+    fix = f"remove it, or set {beside}: 1"
+    yield Problem(kind, reason, fix, where, zero[_QUANTIZED_GRADIENTS])
 
 
 @rule("sequence-not-shared")

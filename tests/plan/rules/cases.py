@@ -371,11 +371,6 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "other_parts": [
         ({"parallel": {"tensor": 2}}, "cuda", "tensor-plan"),
         (divided(parallel={"tensor": 4}), "cuda", "tensor-over-hosts"),
-        (
-            divided(deepspeed={"zero_optimization": {"mics_shard_size": 2}}, zero={"stage": 3}),
-            "cuda",
-            "not-with-tensor",
-        ),
         ({"parallel": {"tensor": 2, "tensor_plan": {"fc1": "column", "fc2": "row"}}}, "cuda", None),
         ({"parallel": {"tensor": 2}, "model": TARGET}, "cuda", None),
         (divided(**passed_at(3, COPIES, 2)), "cuda", None),
@@ -389,11 +384,6 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (passed_at(3, COPIES, 2), "cuda", None),
     ],
     "experts_beside_other_groups": [
-        (
-            with_experts(stage=3) | {"deepspeed": {"zero_optimization": {"mics_shard_size": 2}}},
-            "cuda",
-            "expert-with-other",
-        ),
         (with_experts() | passed_at(3, COPIES, 3), "cuda", "expert-with-other"),
         (with_experts() | passed_at(3, COPIES, 2), "cuda", None),
         (with_experts(stage=3), "cuda", None),
@@ -1263,5 +1253,17 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "cycle-upside-down",
         ),
         ({"scheduler": {"kind": "one_cycle", "min_lr": 0.1, "max_lr": 1.0}}, "cuda", None),
+    ],
+}
+QUANTIZED = "zero_quantized_gradients"
+# The same, on two hosts of two devices each.
+ON_TWO_HOSTS: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
+    "other_parts": [
+        (divided(**passed_at(3, QUANTIZED)), "cuda", "not-with-tensor"),
+        (divided(**passed_at(3, QUANTIZED, False)), "cuda", None),
+    ],
+    "experts_beside_other_groups": [
+        (with_experts() | passed_at(3, QUANTIZED), "cuda", "expert-with-other"),
+        (with_experts() | passed_at(3, QUANTIZED, False), "cuda", None),
     ],
 }

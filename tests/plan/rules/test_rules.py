@@ -20,7 +20,7 @@ from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.plan import rules
 from framework.plan.cluster import Cluster, Device
-from tests.plan.rules.cases import CASES
+from tests.plan.rules.cases import CASES, ON_TWO_HOSTS
 
 ALL = rules.all_rules()
 RULES = {rule.__name__: rule for rule in ALL}
@@ -28,14 +28,20 @@ ROWS = json.loads(Path(rules.__file__).with_name("rules.json").read_text(encodin
 
 
 @pytest.mark.parametrize(
-    ("rule", "values", "device", "kind"),
-    [(rule, *case) for rule, cases in CASES.items() for case in cases],
+    ("hosts", "rule", "values", "device", "kind"),
+    [
+        (hosts, rule, *case)
+        for hosts, table in ((1, CASES), (2, ON_TWO_HOSTS))
+        for rule, cases in table.items()
+        for case in cases
+    ],
     ids=str,
 )
 def test_a_rule_sees_its_own_problem_and_nothing_else(
-    rule: str, values: dict[str, Any], device: Device, kind: str | None
+    hosts: int, rule: str, values: dict[str, Any], device: Device, kind: str | None
 ) -> None:
-    config, cluster = config_from_values(values), Cluster(devices_per_host=2, device=device)
+    config = config_from_values(values)
+    cluster = Cluster(num_hosts=hosts, devices_per_host=2, device=device)
     found = list(RULES[rule](config, cluster))
     assert [problem.kind for problem in found] == ([kind] if kind else [])
     assert [problem.kind for problem in rules.apply_rules(config, cluster)] == (
