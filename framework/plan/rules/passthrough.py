@@ -267,6 +267,10 @@ def _value_problem(key: str, value: Any) -> Problem | None:
     if not _is_json(value):
         fix = "write text, a finite number, true, false, a list or a section"
         return Problem("not-json", "JSON has no such value", fix, key, value)
+    if key == COPIES and not isinstance(value, int):
+        reason = "the run reads it too, and converts nothing"
+        fix = "write a whole number, without quotes or a point"
+        return Problem("wrong-type", reason, fix, key, value)
     return None
 
 

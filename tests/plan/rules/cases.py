@@ -880,6 +880,9 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ),
         ({"deepspeed": {"gradient_predivide_factor": float("inf")}}, "cuda", "not-json"),
         ({"deepspeed": {"timers": {"x": print}}}, "cuda", "not-json"),
+        (passed_at(3, COPIES, "2"), "cuda", "wrong-type"),
+        (passed_at(3, COPIES, 2.0), "cuda", "wrong-type"),
+        (passed_at(3, COPIES, 2), "cuda", None),
         ({"deepspeed": {"expert_parallel": {"score_func": "auto"}}}, "cuda", None),
         ({"deepspeed": {"data_types": {"keep_in_fp32_modules": "auto"}}}, "cuda", None),
         (
