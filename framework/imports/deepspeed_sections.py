@@ -126,8 +126,19 @@ def zero(reader: DeepSpeedReader) -> Values:
     section |= _keys_of_stage(reader, stage)
     for name in OFFLOADS:
         section |= _offload(reader, name, stage)
+    _release_weights_on_nvme(reader, section)
     _zenflow(reader, section)
     return section
+
+
+def _release_weights_on_nvme(reader: DeepSpeedReader, section: Values) -> None:
+    """Leave out DeepSpeed's default of `stage3_max_reuse_distance` for weights on NVMe: each that
+    is kept takes a buffer, and DeepSpeed ends where none is left.
+    """
+    key = "stage3_max_reuse_distance"
+    weights = section.get("offload_param", {})
+    if weights.get("device") == "nvme" and not reader.facts.given(f"zero_optimization.{key}"):
+        section.pop(key, None)
 
 
 def _keys_of_stage(reader: DeepSpeedReader, stage: int) -> Values:

@@ -641,6 +641,25 @@ def test_keys_without_a_typed_one_pass_through(values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "device", "distance"),
+    [
+        ({}, "nvme", None),
+        ({"stage3_max_reuse_distance": 7}, "nvme", 7),
+        ({"max_reuse_distance": 7}, "nvme", 7),
+        ({}, "cpu", 1_000_000_000),
+    ],
+)
+def test_weights_on_nvme_are_released_unless_the_file_says_otherwise(
+    written: dict[str, int], device: str, distance: int | None
+) -> None:
+    weights = {"device": device, "nvme_path": "/n"}
+    found = imported({"zero_optimization": {"stage": 3, "offload_param": weights, **written}})
+    assert found.values["zero"].get("stage3_max_reuse_distance") == distance
+    of_a_run = rendered(found.values)["zero_optimization"]["stage3_max_reuse_distance"]
+    assert of_a_run == (distance or 0)
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"zero_optimisation": {"stage": 3}},

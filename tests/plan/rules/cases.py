@@ -1103,20 +1103,32 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ),
         ({"monitors": {"mlflow": {"tracking_uri": "https://host/x@y"}}}, "cuda", None),
     ],
-    "histograms_with_nvme": [
+    "not_with_nvme": [
         (
             {
                 "zero": {"stage": 3, "offload_param": NVME},
                 "monitors": {"tensorboard": {"histograms_every_steps": 5}},
             },
             "cuda",
-            "histograms-with-nvme",
+            "not-with-nvme",
         ),
         (
             {"zero": {"stage": 3}, "monitors": {"tensorboard": {"histograms_every_steps": 5}}},
             "cuda",
             None,
         ),
+        (
+            {"zero": {"stage": 3, "offload_param": NVME, "stage3_max_reuse_distance": 5}},
+            "cuda",
+            "not-with-nvme",
+        ),
+        (
+            {"zero": {"stage": 3, "offload_param": NVME, "stage3_max_reuse_distance": 0}},
+            "cuda",
+            None,
+        ),
+        ({"zero": {"stage": 3, "offload_param": NVME}}, "cuda", None),
+        ({"zero": {"stage": 3, "stage3_max_reuse_distance": 5}}, "cuda", None),
     ],
     "deepcompile_unsupported": [
         (deep(1), "cpu", "deepcompile-unsupported"),
