@@ -103,7 +103,7 @@ def _deciding_setting(config: RunConfig, section: str, path: str) -> str | None:
     setting = TYPED.get(path)
     if setting and _is_typed(config, setting):
         return setting
-    return _why_absent(config, section)
+    return _why_absent(config, section, path)
 
 
 def refusal_of(path: str, value: Any) -> tuple[str, str, str] | None:
@@ -204,11 +204,12 @@ def is_on(section: Any, name: str) -> TypeGuard[dict[str, Any]]:
     return isinstance(section, dict) and bool(section.get(name)) and section[name] != "auto"
 
 
-def _why_absent(config: RunConfig, section: str) -> str | None:
-    """Return our setting that leaves a section out of the JSON, or None if the JSON has it."""
-    optimizer = config.optimizer
+def _why_absent(config: RunConfig, section: str, path: str) -> str | None:
+    """Return our setting that decides a key of a section that the JSON is left without, or None if
+    the JSON has it.
+    """
     if section == "optimizer":
-        return _why_no_optimizer(optimizer)
+        return _why_no_optimizer(config.optimizer, path.rpartition(".")[2])
     if section == "scheduler" and not isinstance(config.scheduler, DeepSpeedSchedule):
         return "scheduler.kind"
     if section == "pipeline" and config.parallel.pipe == 1:
@@ -216,13 +217,15 @@ def _why_absent(config: RunConfig, section: str) -> str | None:
     return None
 
 
-def _why_no_optimizer(optimizer: OptimizerSection) -> str | None:
-    """Return our setting of an optimizer that DeepSpeed does not make, or None."""
+def _why_no_optimizer(optimizer: OptimizerSection, name: str) -> str | None:
+    """Return our setting for a parameter of an optimizer that DeepSpeed does not make, or None."""
     if isinstance(optimizer, (Target, Object)):
         return "optimizer.target"
-    if optimizer.is_own_code or isinstance(optimizer, Muon | Lamb):
-        return "optimizer.kind"
-    return None
+    if not optimizer.is_own_code and not isinstance(optimizer, Muon | Lamb):
+        return None
+    if name in type(optimizer).model_fields:
+        return f"optimizer.{name}"
+    return "optimizer.kind"
 
 
 def _is_typed(config: RunConfig, key: str) -> bool:

@@ -209,6 +209,18 @@ def test_further_keys_stand_beside_those_of_the_typed_section(
             "section-clash",
             "optimizer.target",
         ),
+        (
+            {"optimizer": {"kind": "lamb"}},
+            {"optimizer": {"params": {"bias_correction": False}}},
+            "section-clash",
+            "optimizer.bias_correction",
+        ),
+        (
+            {"optimizer": {"kind": "lamb"}},
+            {"optimizer": {"params": {"set_grad_none": False}}},
+            "section-clash",
+            "optimizer.kind",
+        ),
         ({}, {"pipeline": {"use_reentrant": False}}, "section-clash", "parallel.pipe"),
         ({}, {"tensor_parallel": {"autotp_size": 2}}, "not-in-a-run", "divide the model itself"),
         (
