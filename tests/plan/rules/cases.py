@@ -276,6 +276,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "offload_optimizer_unsupported": [
         (LAMB | offload(2), "cuda", None),
         (LAMB | offload(3, **NVME), "cuda", "offload-optimizer-unsupported"),
+        (SCHEDULE_FREE | offload(3, **NVME), "cuda", "offload-optimizer-unsupported"),
         (LION | offload(3, ratio=0.5), "cuda", "offload-optimizer-unsupported"),
         (MUON | offload(3, **NVME), "cuda", None),
         (MUON | offload(3), "cuda", None),
