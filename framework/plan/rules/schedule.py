@@ -5,12 +5,14 @@ each other.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Final
 
 from framework.config.load import Source
 from framework.config.optimizer import (
     WSD,
     Constant,
+    Lamb,
     OneCycle,
     OptimizerKind,
     WarmupLR,
@@ -75,24 +77,26 @@ def _fixed_steps(config: RunConfig, total_steps: int) -> tuple[str, int]:
     return "warmup_steps", warmup
 
 
-@rule("cycle-upside-down")
-def cycle_order(config: RunConfig, cluster: Cluster) -> Found:
-    """Find a cycle that goes down first: DeepSpeed does not exchange its ends."""
+@rule("upside-down")
+def bounds_in_order(config: RunConfig, cluster: Cluster) -> Found:
+    """Find a lower bound above its upper one: DeepSpeed does not exchange the ends of a cycle, and
+    between LAMB's bounds there would be no ratio.
+    """
+    for lower, upper in _bounds(config):
+        highest = attrgetter(upper)(config)
+        if attrgetter(lower)(config) > highest:
+            yield lower, f"it is above {upper} = {highest}", "exchange the two"
+
+
+def _bounds(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys of each lower bound and of its upper one."""
     cycle = config.scheduler
-    if not isinstance(cycle, OneCycle):
-        return
-    names = ["lr"]
-    if cycle.cycle_momentum:
-        names.append("momentum")
-    for name in names:
-        lowest = getattr(cycle, f"min_{name}")
-        highest = getattr(cycle, f"max_{name}")
-        if lowest > highest:
-            yield (
-                f"scheduler.min_{name}",
-                f"it is above scheduler.max_{name} = {highest}",
-                "exchange the two",
-            )
+    if isinstance(cycle, OneCycle):
+        yield "scheduler.min_lr", "scheduler.max_lr"
+        if cycle.cycle_momentum:
+            yield "scheduler.min_momentum", "scheduler.max_momentum"
+    if isinstance(config.optimizer, Lamb):
+        yield "optimizer.min_coeff", "optimizer.max_coeff"
 
 
 @rule("overruled-key", "warning")

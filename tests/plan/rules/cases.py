@@ -1262,13 +1262,19 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (CYCLE | {"optimizer": TARGET}, "cuda", None),
         (CYCLE, "cuda", None),
     ],
-    "cycle_order": [
+    "bounds_in_order": [
         (
             {"scheduler": {"kind": "one_cycle", "min_lr": 1.0, "max_lr": 0.1}},
             "cuda",
-            "cycle-upside-down",
+            "upside-down",
         ),
         ({"scheduler": {"kind": "one_cycle", "min_lr": 0.1, "max_lr": 1.0}}, "cuda", None),
+        (
+            {"optimizer": {"kind": "lamb", "min_coeff": 5, "max_coeff": 1}},
+            "cuda",
+            "upside-down",
+        ),
+        ({"optimizer": {"kind": "lamb", "min_coeff": 1, "max_coeff": 1}}, "cuda", None),
     ],
 }
 QUANTIZED = "zero_quantized_gradients"
