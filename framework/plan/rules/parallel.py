@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
+from math import gcd, prod
 from typing import Final
 
 from framework.config.base import ModelKind
@@ -142,15 +142,15 @@ def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
     sizes = config.parallel.sizes()
     # Ranks that share sequences have other tokens, and may share experts.
     ranks = cluster.world_size * sizes["sequence_size"] // prod(sizes.values())
-    counts = [(ranks, "data-parallel ranks")]
+    counts = {f"data-parallel ranks cannot be split evenly into groups of {size}": ranks}
     if moe:
-        counts.insert(0, (moe.num_experts, "experts"))
+        counts = {f"experts cannot be split evenly over {size} ranks": moe.num_experts, **counts}
     elif not config.model.is_own_code:
         return
-    for count, what in counts:
+    for what, count in counts.items():
         if count % size:
-            reason = f"{count} {what} cannot be split evenly over them"
-            yield key, reason, f"set {key}: {nearest_divisor(count, near=size)}"
+            divisor = nearest_divisor(gcd(*counts.values()), near=size)
+            yield key, f"{count} {what}", f"set {key}: {divisor}"
             return
 
 

@@ -69,3 +69,26 @@ def test_the_vocabulary_of_bytes_is_known_and_that_of_a_file_is_not() -> None:
         "[model-data-vocab-size]"
     ]
     assert lines(small | {"data": {"kind": "text", "path": "tokens"}}) == []
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "size", "line"),
+    [
+        (6, 4, "4: 6 experts cannot be split evenly over 4 ranks; set parallel.expert: 2"),
+        (
+            6,
+            3,
+            "3: 8 data-parallel ranks cannot be split evenly into groups of 3; "
+            "set parallel.expert: 2",
+        ),
+        (6, 2, ""),
+    ],
+)
+def test_the_size_that_is_offered_divides_experts_and_ranks(
+    num_experts: int, size: int, line: str
+) -> None:
+    model = {"kind": "gpt", "moe": {"num_experts": num_experts}}
+    values = GPT | {"model": model, "parallel": {"expert": size}, "zero": {"stage": 1}}
+    found = apply_rules(config_from_values(values), Cluster(devices_per_host=8))
+    written = f"parallel.expert = {line} [experts-not-divisible]"
+    assert [str(problem) for problem in found] == [written] * bool(line)
