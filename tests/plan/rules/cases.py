@@ -1064,10 +1064,12 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (cut_at([0] * 6 + [1] * 6), "cuda", None),
         (piped(2, partition="uniform"), "cuda", None),
     ],
-    "inert_without_pipe": [
-        ({"parallel": {"partition": "uniform"}}, "cuda", "inert-without-pipe"),
-        ({"parallel": {"stages": [0, 0]}}, "cuda", "inert-without-pipe"),
+    "inert_undivided": [
+        ({"parallel": {"partition": "uniform"}}, "cuda", "inert-undivided"),
+        ({"parallel": {"stages": [0, 0]}}, "cuda", "inert-undivided"),
+        ({"parallel": {"tensor_plan": {"fc1": "column"}}}, "cuda", "inert-undivided"),
         (piped(2, partition="uniform"), "cuda", None),
+        (divided(parallel={"tensor": 2, "tensor_plan": {"fc1": "column"}}), "cuda", None),
         ({"parallel": {"pipe": 1}}, "cuda", None),
     ],
     "slow_host_optimizer": [
