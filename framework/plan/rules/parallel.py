@@ -16,7 +16,6 @@ from framework.plan.cluster import Cluster
 from framework.plan.layers import num_layers
 from framework.plan.layout import Layout
 from framework.plan.rules.base import Found, nearest_divisor, rule
-from framework.plan.rules.passthrough import is_on
 from framework.plan.zero_plus_plus import COPIES, passed_zero, size_of_copies
 
 _QUANTIZED_GRADIENTS: Final = "zero_quantized_gradients"
@@ -85,7 +84,8 @@ def _further_groups(
     """
     zero = passed_zero(config)
     size = getattr(config.parallel, beside.partition(".")[2])
-    if cluster.num_hosts == 1 or not is_on(zero, _QUANTIZED_GRADIENTS):
+    quantizes = zero.get(_QUANTIZED_GRADIENTS, False)
+    if cluster.num_hosts == 1 or quantizes in (False, None, "auto"):
         return
     reason = (
         f"DeepSpeed makes its groups of all ranks (utils/groups.py), and with {beside}: {size} "
@@ -93,7 +93,7 @@ def _further_groups(
     )
     where = f"deepspeed.zero_optimization.{_QUANTIZED_GRADIENTS}"
     fix = f"remove it, or set {beside}: 1"
-    yield Problem(kind, reason, fix, where, zero[_QUANTIZED_GRADIENTS])
+    yield Problem(kind, reason, fix, where, quantizes)
 
 
 @rule("sequence-not-shared")
