@@ -136,7 +136,6 @@ class BaseEngine:
     # What the config may ask for beside the step; None where it does not.
 
     def _make_freezing(self, training: Training) -> StepwiseFreezing | None:
-
         if not training.freeze:
             return None
         from framework.engine.freezing import StepwiseFreezing
@@ -151,7 +150,6 @@ class BaseEngine:
         return ZenFlowSteps(self.engine, self._names())
 
     def _make_average(self, plan: Plan) -> WeightAverage | AveragedWeights | None:
-
         if plan.config.training.ema is not None:
             from framework.engine.ema import WeightAverage
 
@@ -164,7 +162,6 @@ class BaseEngine:
         return None
 
     def _make_bad_steps(self, training: Training) -> StepWatch | None:
-
         if training.bad_steps is None:
             return None
         from framework.engine.bad_steps import StepWatch

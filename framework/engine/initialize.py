@@ -154,7 +154,6 @@ def _divides_experts_below_stage_3(plan: Plan) -> bool:
 
 
 def _declaring_experts(plan: Plan, model: torch.nn.Module) -> AbstractContextManager[None]:
-
     if not _divides_experts_below_stage_3(plan):
         return nullcontext()
     from framework.engine.expert_parallel import declaring_experts
@@ -163,7 +162,6 @@ def _declaring_experts(plan: Plan, model: torch.nn.Module) -> AbstractContextMan
 
 
 def _taking_zero_optimizer(plan: Plan) -> AbstractContextManager[None]:
-
     if plan.config.precision.dtype != "bf16":
         return nullcontext()
     from framework.engine.workarounds.fp32_sums import taking_zero_optimizer

@@ -118,7 +118,8 @@ def _deepspeed_keys(values: Mapping[str, Any]) -> list[str]:
     The key table is loaded only where one of ours is there as well.
     """
     if OURS & values.keys():
-        return [name for name in load_table().children() if name in values.keys() - IN_BOTH]
+        of_deepspeed = values.keys() - IN_BOTH
+        return [name for name in load_table().children() if name in of_deepspeed]
     optimizer = values.get("optimizer")
     if isinstance(optimizer, Mapping) and "type" in optimizer:
         return ["type"]

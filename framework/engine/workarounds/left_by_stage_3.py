@@ -47,7 +47,7 @@ def leaving_nothing(stage: int) -> Iterator[None]:
         _num_open -= 1
         if not _num_open:
             torch.nn.functional.linear = _torch_linear
-            _forget_modules()
+            _forget_earlier_run()
 
 
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -56,7 +56,7 @@ def _forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return torch._C._nn.linear(input, weight.detach(), bias)
 
 
-def _forget_modules() -> None:
+def _forget_earlier_run() -> None:
     """Empty the list and the cache that keep modules, and forget the ranks that share second copies
     of weights (hpZ), which DeepSpeed would take for later runs as well.
     """

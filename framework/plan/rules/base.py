@@ -9,11 +9,11 @@ sentence ``{zero.stage}`` is that key's value.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from deepspeed_lint.rows import Finding, Row, cases_of, findings, is_between
 from framework.config.base import Section
@@ -53,6 +53,13 @@ def rule(
         return check
 
     return listed
+
+
+def is_on(section: Any, name: str) -> TypeGuard[Mapping[str, Any]]:
+    """Check whether a section that is passed through to DeepSpeed turns something on; "auto" does
+    not, and is refused where it stands.
+    """
+    return isinstance(section, Mapping) and bool(section.get(name)) and section[name] != "auto"
 
 
 def _place(config: RunConfig, key: str) -> str:

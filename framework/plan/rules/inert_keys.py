@@ -13,8 +13,9 @@ from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
 from framework.plan.compiling import uses_deepcompile
-from framework.plan.rules.base import Found, rule
-from framework.plan.rules.passthrough import TABLE, is_on, not_in_a_run, paths_of, refusal_of
+from framework.plan.rules.base import Found, is_on, rule
+from framework.plan.rules.passthrough import TABLE, not_in_a_run, paths_of, refusal_of
+from framework.plan.zero_plus_plus import passed_zero
 
 
 @rule("inert-in-a-run", "note")
@@ -31,7 +32,7 @@ def passed_without_effect(config: RunConfig, cluster: Cluster) -> Found:
         yield Problem("inert-in-a-run", reason, fix, key, True, severity="note")
     has_zero = config.zero.stage > 0  # `_of_zero_at_stage_0` has a note for each of its keys else
     if has_zero:
-        yield from _quantized_within_host(config.deepspeed.get("zero_optimization"), cluster)
+        yield from _quantized_within_host(passed_zero(config), cluster)
     for row in TABLE["inert"]:
         is_met = _NEEDS[row["needs"]] if "needs" in row else _never
         if not is_met(config):

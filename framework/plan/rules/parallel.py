@@ -15,7 +15,7 @@ from framework.plan.balance import stage_problems
 from framework.plan.cluster import Cluster
 from framework.plan.layers import num_layers
 from framework.plan.layout import Layout
-from framework.plan.rules.base import Found, nearest_divisor, rule
+from framework.plan.rules.base import Found, is_on, nearest_divisor, rule
 from framework.plan.zero_plus_plus import COPIES, passed_zero, size_of_copies
 
 _QUANTIZED_GRADIENTS: Final = "zero_quantized_gradients"
@@ -84,8 +84,7 @@ def _further_groups(
     """
     zero = passed_zero(config)
     size = getattr(config.parallel, beside.partition(".")[2])
-    quantizes = zero.get(_QUANTIZED_GRADIENTS, False)
-    if cluster.num_hosts == 1 or quantizes in (False, None, "auto"):
+    if cluster.num_hosts == 1 or not is_on(zero, _QUANTIZED_GRADIENTS):
         return
     reason = (
         f"DeepSpeed makes its groups of all ranks (utils/groups.py), and with {beside}: {size} "
@@ -93,7 +92,7 @@ def _further_groups(
     )
     where = f"deepspeed.zero_optimization.{_QUANTIZED_GRADIENTS}"
     fix = f"remove it, or set {beside}: 1"
-    yield Problem(kind, reason, fix, where, quantizes)
+    yield Problem(kind, reason, fix, where, zero[_QUANTIZED_GRADIENTS])
 
 
 @rule("sequence-not-shared")
@@ -142,15 +141,17 @@ def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
     sizes = config.parallel.sizes()
     # Ranks that share sequences have other tokens, and may share experts.
     ranks = cluster.world_size * sizes["sequence_size"] // prod(sizes.values())
-    counts = {f"data-parallel ranks cannot be split evenly into groups of {size}": ranks}
+    divisible = ranks
+    reasons = [(ranks, f"data-parallel ranks cannot be split evenly into groups of {size}")]
     if moe:
-        counts = {f"experts cannot be split evenly over {size} ranks": moe.num_experts, **counts}
+        divisible = gcd(ranks, moe.num_experts)
+        reasons.insert(0, (moe.num_experts, f"experts cannot be split evenly over {size} ranks"))
     elif not config.model.is_own_code:
         return
-    for what, count in counts.items():
+    for count, reason in reasons:
         if count % size:
-            divisor = nearest_divisor(gcd(*counts.values()), near=size)
-            yield key, f"{count} {what}", f"set {key}: {divisor}"
+            divisor = nearest_divisor(divisible, near=size)
+            yield key, f"{count} {reason}", f"set {key}: {divisor}"
             return
 
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 from deepspeed_lint.text.typos import nearest
 from framework.config.base import Object, Target
@@ -22,7 +22,7 @@ from framework.config.run_config import RunConfig
 from framework.config.zero import OFFLOADS
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
-from framework.plan.rules.base import Found, rule
+from framework.plan.rules.base import Found, is_on, rule
 from framework.plan.zero_plus_plus import COPIES, passed_zero, size_of_copies, uneven_shares
 
 TABLE: Final[Mapping[str, Any]] = json.loads(
@@ -144,14 +144,10 @@ def quantized_on_cpu(config: RunConfig, cluster: Cluster) -> Found:
     """Find quantized weights on CPUs: the quantizer has no form for them
     (deepspeed/ops/op_builder/cpu/no_impl.py); stage 3 alone uses it.
     """
-    zero = config.deepspeed.get("zero_optimization")
-    if cluster.device != "cpu":
+    if cluster.device != "cpu" or config.zero.stage < 3:
         return
-    for name in (
-        "zero_quantized_weights",
-        "zero_quantized_gradients",
-    ):
-        if is_on(zero, name) and config.zero.stage == 3:
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if is_on(passed_zero(config), name):
             reason = "DeepSpeed's quantizer has no kernel for cpu devices"
             yield Problem(
                 "needs-cuda", reason, "remove it here", f"deepspeed.zero_optimization.{name}", True
@@ -195,13 +191,6 @@ def copies_of_weights_on_nvme(config: RunConfig, cluster: Cluster) -> Found:
         reason = "DeepSpeed has no second copies of weights on NVMe"
         fix = "remove it, or keep the weights on the host"
         yield Problem("not-in-a-run", reason, fix, COPIES, size)
-
-
-def is_on(section: Any, name: str) -> TypeGuard[dict[str, Any]]:
-    """Check whether a section turns something on; "auto" does not, and `deepspeed_values` refuses
-    it.
-    """
-    return isinstance(section, dict) and bool(section.get(name)) and section[name] != "auto"
 
 
 def _why_absent(config: RunConfig, section: str, path: str) -> str | None:

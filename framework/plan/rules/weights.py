@@ -34,8 +34,8 @@ _ADAPTED: Final = "training.lora.target_modules"
 
 @rule()
 def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
-    """Flag `training.freeze` patterns that are globs, such as ``*.bias``, and that no weight of a
-    named model matches.
+    """Flag `training.freeze` patterns that are globs, such as ``*.bias``, and those that no weight
+    of a named model matches.
     """
     entries = config.training.freeze
     if not entries:
