@@ -1,5 +1,5 @@
-"""Compiles the ops that many tests need, one after the other and at low priority, while fast tests
-run: python -m tests.ops_ahead.
+"""Compiles the ops that many tests need, one after the other, while fast tests run: python -m
+tests.ops_ahead. Its priority is that of the tests, since some wait for it.
 
 On a fresh machine that is minutes of a processor's time, for which slow tests would otherwise wait;
 `tests/compiler/c++` makes it three fifths, and takes what another environment of the user has
@@ -47,7 +47,6 @@ def main() -> None:
     """Compile the ops that are missing."""
     stop_signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
-    os.nice(10)
     load_ops(until=lambda: bool(stop_signals))
 
 
