@@ -29,8 +29,12 @@ from deepspeed.utils import groups
 
 from framework.checkpoint.names import EXPERT, shift_expert
 from framework.checkpoint.state.tensor_split import RankPart
+from framework.checkpoint.state.weight_names import Names
 from framework.checkpoint.state.weight_parts import expert_part_of
+from framework.config.freezing import entry_of
+from framework.engine.distributed import gather_in
 from framework.engine.rank_groups import make_expert_groups
+from framework.errors import ConfigError
 from framework.models.experts import MixtureOfExperts, dividing_experts, is_elsewhere
 from framework.plan.plan import Plan
 
@@ -141,6 +145,41 @@ def with_expert_groups(model: torch.nn.Module, parameters: list[Any]) -> list[An
             options = {"moe": True, "name": group_name, "params": divided}
             expert_groups.append(dict(group) | options)
     return others + expert_groups
+
+
+def refuse_unlike_experts(plan: Plan, names: Names, parameters: list[Any]) -> None:
+    """Refuse a run in which ranks that share experts have unlike parameter groups, or freeze others
+    of their weights at stage 3. Collective among them.
+
+    Args:
+        plan: of the run.
+        names: of this rank's weights.
+        parameters: weights to step, or parameter groups.
+
+    Raises:
+        ConfigError: kind ``expert-with-other``.
+    """
+    options: list[dict[str, Any]] = []
+    if isinstance(parameters[0], dict):
+        for group in parameters:
+            options.append({key: value for key, value in group.items() if key != "params"})
+    freeze = plan.config.training.freeze
+    frozen_by: list[int | None] = []
+    if plan.config.zero.stage == 3:
+        frozen_by = [entry_of(name, freeze) for name in names.values() if EXPERT.search(name)]
+    of_ranks = gather_in(expert_group(plan), (options, frozen_by))
+    if all(of_rank == (options, frozen_by) for of_rank in of_ranks):
+        return
+    key = "training.freeze" if freeze else "optimizer.groups"
+    reason = (
+        "it names other weights of one rank's experts than of another's, and ZeRO sends gradients "
+        "and norms of the same weights and groups on all ranks, or waits for ever "
+        "(deepspeed/runtime/zero/stage_1_and_2.py `get_grad_norm_direct`, stage3.py "
+        "`__avg_scatter_grads`)"
+    )
+    size = plan.layout.expert_size
+    fix = f"name the same weights of every expert, or set parallel.expert: 1 in place of {size}"
+    raise ConfigError.of("expert-with-other", reason, fix, key)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import deepspeed
@@ -31,6 +32,7 @@ def parameter_groups(
     *,
     layers: Sequence[str] | None = None,
     freeze: Sequence[FreezeEntry] = (),
+    shapes_elsewhere: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
     """Return the parameters that require a gradient: a plain list if the optimizer steps all of
     them with the same values, otherwise parameter groups.
@@ -41,6 +43,8 @@ def parameter_groups(
         layers: names of all layers of the model, where the parameters are a pipeline stage's.
         freeze: entries of `training.freeze`. Weights that are trained in some steps get groups of
             their own, marked with the number of the entry (`FROZEN_BY`).
+        shapes_elsewhere: shapes of the weights that other ranks train alone, by name: a pattern may
+            match one of these.
 
     Raises:
         ConfigError: kind ``group-matches-nothing``.
@@ -53,7 +57,7 @@ def parameter_groups(
         name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in trained.items()
     }
     if layers is None:
-        refuse_unmatched_groups(shapes, optimizer)
+        refuse_unmatched_groups({**shapes, **shapes_elsewhere}, optimizer)
     has_steps = bool(scheduled(freeze))
     if not has_groups(optimizer):
         parameters = list(trained.values())

@@ -64,6 +64,24 @@ def expert_weights(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from mixture.experts.parameters()
 
 
+def names_elsewhere(model: nn.Module) -> dict[str, str]:
+    """Return the names of experts' weights that other ranks hold, each with the name of the weight
+    of this rank that has its place in another expert.
+    """
+    names: dict[str, str] = {}
+    for prefix, mixture in model.named_modules():
+        if not isinstance(mixture, MixtureOfExperts):
+            continue
+        own_number, own_expert = next(iter(mixture.experts.named_children()))
+        for number in map(str, range(mixture.shape.num_experts)):
+            if number in mixture.experts:
+                continue
+            for name, _ in own_expert.named_parameters():
+                own_name = f"{prefix}.experts.{own_number}.{name}"
+                names[f"{prefix}.experts.{number}.{name}"] = own_name
+    return names
+
+
 def is_elsewhere(model: nn.Module) -> Callable[[str], bool]:
     """Return a predicate on names of weights: true for an expert's that another rank holds."""
     prefixes: list[str] = []

@@ -13,6 +13,7 @@ from framework.config.freezing import (
     refuse_bad_freeze,
 )
 from framework.config.training import FreezeEntry, always_frozen
+from framework.models.experts import names_elsewhere
 
 
 def freeze(model: nn.Module, entries: Sequence[FreezeEntry]) -> None:
@@ -27,7 +28,7 @@ def freeze(model: nn.Module, entries: Sequence[FreezeEntry]) -> None:
     """
     parameters = dict(model.named_parameters())
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    frozen = frozen_names(parameters, entries)
+    frozen = frozen_names([*parameters, *names_elsewhere(model)], entries)
     if entries and not trained - frozen:
         raise everything_frozen(entries)
     for name, parameter in parameters.items():

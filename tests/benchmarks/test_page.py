@@ -81,8 +81,11 @@ def test_the_trainer_over_other_loops() -> None:
         ]
 
     found, on_gpu = results("trainer_tax"), results("trainer_tax_h200")
-    table = [row[1:] for row in rows("The Trainer over other loops") if row[0] != "other loop"]
-    assert table == [*shown(found, 3), *shown(on_gpu, 2)]
+    section = rows("The Trainer over other loops")
+    loops = [row[1:] for row in section if len(row) == 4 and row[0] != "other loop"]
+    assert loops == [*shown(found, 3), *shown(on_gpu, 2)]
+    stages = [row for row in section if row[0].split(",")[0].isdecimal()]
+    assert stages == [_of_stage(stage) for stage in range(4)]
     steps = found["ms_per_step"]
     assert f"({steps['trainer']:.2f} ms per step)" in PAGE
     assert f"{found['num_losses_compared']} losses" in PAGE
@@ -108,6 +111,22 @@ def test_loaders_alone() -> None:
         shown.append(cells)
     assert rows("Loaders alone") == shown
     assert min(row["times_step_on_device"] for row in found.values()) >= TARGET
+
+
+def _of_stage(stage: int) -> list[str]:
+    """Return the row of a ZeRO stage beside its target."""
+    name, words, target = "bare", "bare DeepSpeed", (1.0, 0.95, 0.95, 1.0)[stage]
+    if stage == 0:
+        name, words = "ddp", "DDP"
+    found = results(f"trainer_tax_z{stage}" if stage else "trainer_tax")
+    steps = found["ms_per_step"]
+    cells = [f"{stage}, {words}", f"{target:.2f}", f"{steps['trainer']:.2f} ms"]
+    cells.append(f"{steps[name]:.2f} ms")
+    for of in ("", "processor_"):
+        ratios = found[f"{of}block_ratios"][name]
+        cells.append(f"{found[f'{of}ratio_of_medians'][name]:.3f}")
+        cells.append(f"{ratios[0]:.3f} - {ratios[-1]:.3f}")
+    return cells
 
 
 def test_gpt_2_on_one_gpu() -> None:

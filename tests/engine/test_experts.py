@@ -198,6 +198,15 @@ if HAS_PEFT:
         Case(2, TOP2, ADAMW, recompute=1, expert=2, lora=ADAPTED_AND_WHOLE),
         Case(3, TOP1, SGD, steps=2, expert=2, lora=ADAPTED, copies=2),
     ]
+# The first of two ranks has the experts 0 and 1.
+UNLIKE = [
+    Case(2, TOP2, SGD, expert=2, freeze=(r".*experts\.[01]\..*",)),
+    Case(3, TOP2, SGD, expert=2, freeze=(r".*experts\.0\.up\..*",)),
+]
+TWO += [
+    Case(2, TOP1, SGD, expert=2, freeze=(r".*experts\.1\..*",)),
+    Case(3, TOP1, SGD, expert=2, freeze=(r".*experts\.[02]\..*",)),
+]
 # With --exhaustive: the other stages.
 RARE = [
     *(Case(stage, TOP1, SGD, steps=2) for stage in (1, 2)),
@@ -440,6 +449,7 @@ def folder(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in VARIANTS:
         if exhaustive or name not in RARE_VARIANTS:
             cases.append(varied(name, folder))
+    cases += [case.config(folder) for case in UNLIKE]
     cases += [
         ragged(name, folder, expert)
         for name, expert in (("ragged-together", 1), ("ragged-apart", 2))
@@ -486,6 +496,13 @@ def test_other_arithmetic_stays_close(name: str, folder: Path) -> None:
     case, _, within = VARIANTS[name]
     found, (expected, _) = series(folder / name, "train/loss"), plain_steps(case)
     assert [*found.values()] == pytest.approx([step["train/loss"] for step in expected], abs=within)
+
+
+@pytest.mark.parametrize("case", UNLIKE, ids=lambda case: f"z{case.stage}")
+def test_experts_that_are_frozen_on_one_rank_alone_are_refused(case: Case, folder: Path) -> None:
+    message = (folder / f"{case.name}.error").read_text(encoding="utf-8")
+    assert message.startswith("training.freeze: it names other weights of one rank's experts")
+    assert message.endswith("[expert-with-other]")
 
 
 def test_ranks_of_unlike_many_tokens_agree_on_room_and_show_all_experts(folder: Path) -> None:

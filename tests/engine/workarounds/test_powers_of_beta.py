@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
 import torch
 
 from framework.engine.workarounds.powers_of_beta import take_powers_of_count
+from framework.system.cache_folders import extensions_folder, path_of_compilers
 
 pytestmark = pytest.mark.slow  # compiles DeepSpeed's kernel at its first use
 
 NUM_STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def _takes_the_compiled_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for the kernel where runs keep it."""
+    monkeypatch.setenv("PATH", path_of_compilers(os.environ))
+    folder = extensions_folder(os.environ, torch_version=torch.__version__)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
 
 
 def made(weight: torch.Tensor, *, is_changed: bool) -> Any:
