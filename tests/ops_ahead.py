@@ -3,8 +3,8 @@ tests.ops_ahead. Its priority is that of the tests, since some wait for it.
 
 On a fresh machine that is minutes of a processor's time, for which slow tests would otherwise wait;
 `tests/compiler/c++` makes it three fifths, and takes what another environment of the user has
-compiled. After SIGTERM it ends with the op at hand: if a compilation
-is broken off, torch's lock of the op stays, and the next process that needs the op waits for ever.
+compiled. After SIGTERM it ends with the op at hand: if a compilation is broken off, torch's lock of
+the op stays, and the next process that needs the op waits for ever.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ PUBLIC_NAMES = 17
 # Before the first step of a run of LeNet on two ranks. Rank 0 prints an estimate of the memory and
 # writes the metrics.
 MODULES = {0: 162, 1: 143}
-BYTES_OF_SOURCE = {0: 1_222_000, 1: 1_002_000}
+BYTES_OF_SOURCE = {0: 1_224_000, 1: 1_003_000}
 
 
 def options() -> set[tuple[str, str]]:

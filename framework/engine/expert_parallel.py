@@ -17,7 +17,7 @@ layers (runtime/engine.py `_partition_autoep_zero3_experts`; stage3.py
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,10 +32,17 @@ from framework.checkpoint.state.tensor_split import RankPart
 from framework.checkpoint.state.weight_names import Names
 from framework.checkpoint.state.weight_parts import expert_part_of
 from framework.config.freezing import entry_of
+from framework.config.training import FreezeEntry
 from framework.engine.distributed import gather_in
 from framework.engine.rank_groups import make_expert_groups
 from framework.errors import ConfigError
-from framework.models.experts import MixtureOfExperts, dividing_experts, is_elsewhere
+from framework.models.experts import (
+    MixtureOfExperts,
+    dividing_experts,
+    is_elsewhere,
+    names_elsewhere,
+)
+from framework.models.freezing import frozen_names
 from framework.plan.plan import Plan
 
 
@@ -147,6 +154,22 @@ def with_expert_groups(model: torch.nn.Module, parameters: list[Any]) -> list[An
     return others + expert_groups
 
 
+def shapes_elsewhere(
+    model: torch.nn.Module,
+    named_parameters: Mapping[str, torch.nn.Parameter],
+    freeze: Sequence[FreezeEntry],
+) -> dict[str, Sequence[int]]:
+    """Return the shapes of the weights of experts that other ranks train, by their names."""
+    here_by_name = names_elsewhere(model)
+    frozen = frozen_names([*named_parameters, *here_by_name], freeze)
+    shapes: dict[str, Sequence[int]] = {}
+    for name, name_here in here_by_name.items():
+        if name not in frozen:
+            weight = named_parameters[name_here]
+            shapes[name] = getattr(weight, "ds_shape", weight.shape)
+    return shapes
+
+
 def refuse_unlike_experts(plan: Plan, names: Names, parameters: list[Any]) -> None:
     """Refuse a run in which ranks that share experts have unlike parameter groups, or freeze others
     of their weights at stage 3. Collective among them.
@@ -160,7 +183,7 @@ def refuse_unlike_experts(plan: Plan, names: Names, parameters: list[Any]) -> No
         ConfigError: kind ``expert-with-other``.
     """
     options: list[dict[str, Any]] = []
-    if isinstance(parameters[0], dict):
+    if parameters and isinstance(parameters[0], dict):
         for group in parameters:
             options.append({key: value for key, value in group.items() if key != "params"})
     freeze = plan.config.training.freeze

@@ -108,7 +108,11 @@ def _parameters_to_step(
         from framework.engine.parameter_groups import parameter_groups
 
         named = {names[parameter]: parameter for parameter in model.parameters()}
-        shapes = _shapes_elsewhere(plan, model, named)
+        shapes: Mapping[str, Sequence[int]] = {}
+        if plan.layout.expert_size > 1:
+            from framework.engine.expert_parallel import shapes_elsewhere
+
+            shapes = shapes_elsewhere(model, named, freeze)
         parameters = parameter_groups(
             named, section, layers=layers, freeze=freeze, shapes_elsewhere=shapes
         )
@@ -123,25 +127,6 @@ def _parameters_to_step(
 
         refuse_unlike_experts(plan, names, parameters)
     return parameters
-
-
-def _shapes_elsewhere(
-    plan: Plan, model: torch.nn.Module, named_parameters: Mapping[str, torch.nn.Parameter]
-) -> dict[str, Sequence[int]]:
-    """Return the shapes of the weights that other ranks train, of experts, by their names."""
-    if plan.layout.expert_size == 1:
-        return {}
-    from framework.models.experts import names_elsewhere
-    from framework.models.freezing import frozen_names
-
-    here_by_name = names_elsewhere(model)
-    frozen = frozen_names([*named_parameters, *here_by_name], plan.config.training.freeze)
-    shapes: dict[str, Sequence[int]] = {}
-    for name, name_here in here_by_name.items():
-        if name not in frozen:
-            weight = named_parameters[name_here]
-            shapes[name] = getattr(weight, "ds_shape", weight.shape)
-    return shapes
 
 
 def _complete_optimizer(plan: Plan, engine: deepspeed.DeepSpeedEngine) -> None:
