@@ -109,7 +109,7 @@ def _parameters_to_step(
 
         named = {names[parameter]: parameter for parameter in model.parameters()}
         shapes: Mapping[str, Sequence[int]] = {}
-        if plan.layout.expert_size > 1:
+        if plan.layout.expert_size > 1 and layers is None:
             from framework.engine.expert_parallel import shapes_elsewhere
 
             shapes = shapes_elsewhere(model, named, freeze)
