@@ -180,4 +180,8 @@ def _new_state(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         shape = weight.shape
         state[key] = torch.zeros(shape, dtype=torch.uint8, device=weight.device)
         state[key + SCALES] = torch.zeros(num_blocks, device=weight.device)
+    for value in state.values():
+        # DeepSpeed's files on NVMe have fp32 numbers, one for each of the weight (0.19.8,
+        # swap_tensor/optimizer_utils.py `OptimizerStateSwapInfo`).
+        value.swappable = False  # type: ignore[attr-defined]
     return state

@@ -119,14 +119,21 @@ class AveragedWeights:
         """
         self._before()
         in_training: dict[torch.Tensor, torch.Tensor] = {}
+        views = OptimizerViews(self._engine, {})
         with opened(self._engine.optimizer):
             for weight, state in self._base.state.items():
-                if AHEAD_KEY in state:
+                if AHEAD_KEY in state and state[AHEAD_KEY].numel():  # of those on NVMe it is empty
                     in_training[weight] = weight.data
                     weight.data = averaged(weight.data, state[AHEAD_KEY], beta=self._beta)
-            OptimizerViews(self._engine, {}).spread_weights()
+            views.spread_weights(self._average)
         yield
         with opened(self._engine.optimizer):
             for weight, values in in_training.items():
                 weight.data = values
-            OptimizerViews(self._engine, {}).spread_weights()
+            views.spread_weights()
+
+    def _average(self, weight: torch.Tensor) -> None:
+        """Write x into y, in memory."""
+        state = self._base.state[weight]
+        if AHEAD_KEY in state:
+            weight.data.copy_(averaged(weight.data, state[AHEAD_KEY], beta=self._beta))

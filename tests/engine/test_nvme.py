@@ -22,11 +22,15 @@ from framework.plan.cluster import Cluster
 from framework.plan.memory import estimate
 from framework.plan.plan import make_plan
 from tests.engine import test_experts
+from tests.engine import test_own_optimizers as own_optimizers
+from tests.engine.pipe_oracle import plain_run
 from tests.engine.test_experts import ADAMW, HAS_PEFT, SGD, TOP1, TOP2, plain_steps
+from tests.engine.test_pipeline import text
 from tests.engine.test_resume import METRICS, bits
 from tests.jobs.parts import PROMPTED_GPT
-from tests.launched import read_metrics, series, train_cases
+from tests.launched import furthest, read_metrics, series, train_cases
 
+__all__ = ["text"]  # a fixture
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 NUM_STEPS, STOP, END = 20, 3, 6
@@ -39,7 +43,7 @@ STATE, WEIGHTS, BOTH = (
     ("offload_optimizer", "offload_param"),
 )
 SLOW, CALM = SGD | {"lr": 0.05}, ADAMW | {"lr": 5e-4}
-OTHERS = (("muon", 0.002), ("adafactor", 0.01))
+OTHERS = (("muon", 0.002), ("adafactor", 0.01), ("lamb", 0.01))
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,6 @@ def zero_of(drive: Path, device: str, away: tuple[str, ...]) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": 3, **{section: dict(options) for section in away}}
     if device == "nvme" and "offload_param" in away:
         zero["offload_param"] |= {"max_in_cpu": 0, "buffer_size": 2_500_000}
-        # otherwise a weight keeps a buffer until it is used again
-        zero["stage3_max_reuse_distance"] = 0
     return zero
 
 
@@ -111,6 +113,7 @@ TWO = [
 if HAS_PEFT:
     TWO += [
         Case(3, {}, SLOW, lora=ADAPTED),
+        Case(3, {}, SLOW, lora=ADAPTED, away=WEIGHTS, hidden_size=512),
         Case(3, {}, ADAMW, lora=test_experts.ADAPTED, away=WEIGHTS, device="cpu"),
     ]
 FOUR = [
@@ -120,14 +123,65 @@ FOUR = [
 ]
 
 
+# Optimizers of our own, on text.
+KINDS = ("schedule_free", "adamw_8bit")
+
+
+def own(kind: str, folder: Path, text: Path, *, resumes: bool = False) -> dict[str, Any]:
+    """A run that saves at `own_optimizers.STOP`, or the one that goes on from there on another
+    drive.
+    """
+    name = f"{kind}-on" if resumes else kind
+    checkpoint: dict[str, Any] = {"every_steps": own_optimizers.STOP, "keep_last": 9}
+    if resumes:
+        saved_at = folder / kind / "checkpoints" / f"global_step{own_optimizers.STOP}"
+        checkpoint = {"resume": str(saved_at)}
+    drive = folder / "drive" / name
+    drive.mkdir(parents=True, exist_ok=True)
+    sections = own_optimizers.OPTIMIZERS[kind] | {
+        "model": own_optimizers.SMALL | {"hidden_size": 256, "num_heads": 4},
+        "zero": zero_of(drive, "nvme", STATE),
+        "checkpoint": checkpoint,
+    }
+    return own_optimizers.config(name, folder, text, **sections)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nvme")
+    further = [own(kind, folder, text) for kind in KINDS]
+    further += [own(kind, folder, text, resumes=True) for kind in KINDS]
     for ranks, cases in ((2, TWO), (4, FOUR)):
         for case in cases:
             (folder / "drive" / case.name).mkdir(parents=True)
-        train_cases([case.config(folder) for case in cases], num_ranks=ranks, folder=folder)
+        configs = [case.config(folder) for case in cases]
+        if ranks == 2:
+            configs += further
+        train_cases(configs, num_ranks=ranks, folder=folder)
     return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_of_our_own_step_state_on_the_drive(kind: str, folder: Path, text: Path) -> None:
+    """Evaluations are of the averaged weights, if there are any."""
+    values = own(kind, folder, text)
+    if kind == "adamw_8bit":
+        values["optimizer"] = {**values["optimizer"], "kind": "adamw"}
+    steps = own_optimizers.NUM_STEPS
+    losses, metrics, _ = plain_run(values, micro_size=2, num_steps=steps)
+    assert losses[-1] < losses[0] - 0.1, "the oracle itself must learn"
+    within = own_optimizers.TOLERANCE[kind]
+    assert furthest(folder / kind, losses) < within
+    assert series(folder / kind, "eval/loss")[steps] == pytest.approx(metrics["loss"], abs=within)
+    whole, resumed = (bits(folder / name, steps) for name in (kind, f"{kind}-on"))
+    assert whole.keys() == resumed.keys()
+    assert [path for path, tensor in whole.items() if not torch.equal(tensor, resumed[path])] == []
+    saved_files = [
+        swapped_files(folder / name / "checkpoints" / f"global_step{steps}")
+        for name in (kind, f"{kind}-on")
+    ]
+    assert saved_files[0]
+    assert saved_files[0] == saved_files[1]
 
 
 @pytest.mark.parametrize("case", [*TWO, *FOUR], ids=lambda case: case.name)

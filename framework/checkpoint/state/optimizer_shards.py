@@ -20,7 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from framework.checkpoint.state.schedule_free import AHEAD_KEY
-from framework.checkpoint.state.swapped import swapped_in
+from framework.checkpoint.state.swapped import swapped_groups, swapped_in
 from framework.checkpoint.state.weight_names import Names, stepped_groups
 
 FP32: Final = "fp32"
@@ -344,9 +344,14 @@ class OptimizerViews:
                     setattr(scaler, name, value)
 
     @torch.no_grad()
-    def spread_weights(self) -> set[torch.Tensor]:
+    def spread_weights(
+        self, change_swapped: Callable[[torch.Tensor], None] | None = None
+    ) -> set[torch.Tensor]:
         """Copy the optimizer's weights into the model, as DeepSpeed does at the end of a step.
         Collective. Returns the parameters that are whole, and complete now.
+
+        `change_swapped`: is given each tensor of weights on NVMe while it is in memory; what it
+        writes there is copied into the model, and does not get back to the drive.
         """
         optimizer = self._optimizer
         groups_and_flats = self._groups_and_flats()
@@ -354,7 +359,7 @@ class OptimizerViews:
             optimizer.update_lp_params()
             return set(chain(*groups_and_flats[0]))
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-            self._spread_stage3()
+            self._spread_stage3(change_swapped)
         if not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             return set()
         # FP16_Optimizer has a flat copy of each group, FP16_UnfusedOptimizer a copy of each weight.
@@ -368,13 +373,16 @@ class OptimizerViews:
             torch._foreach_copy_(group, copies)
         return set(chain(*optimizer.fp16_groups))
 
-    def _spread_stage3(self) -> None:
+    def _spread_stage3(self, change_swapped: Callable[[torch.Tensor], None] | None) -> None:
         """Copy the fp32 row of every sub-group into its row of the model's precision, or to NVMe,
         and let the model's partitions be stretches of that.
         """
         optimizer = self._optimizer
-        for number, _ in enumerate(optimizer.fp32_partitioned_groups_flat):
+        swapped = swapped_groups(optimizer)
+        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
             with swapped_in(optimizer, number):
+                if change_swapped is not None and number in swapped:
+                    change_swapped(flat)
                 optimizer._reassign_or_swap_out_partitioned_parameters(number)
 
     def _stepped_tensors(self) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Any]]]:
