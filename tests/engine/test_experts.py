@@ -24,7 +24,7 @@ from framework.models.added_losses import Routing, add_losses, collected_routing
 from framework.models.experts import MixtureOfExperts
 from framework.setup.user_code import call_factory
 from tests.engine.oracle import Average, MuonWithAdam
-from tests.gpu.oracles import lamb
+from tests.gpu.oracles import lamb, lion
 from tests.jobs.parts import PROMPTED_GPT, prompts_of_step, tiny_mixtral
 from tests.launched import fewer, rarely, read_metrics, series, train_cases
 from tests.train.monitors.sinks import histograms_of
@@ -402,6 +402,8 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
         "sgd": torch.optim.SGD,
         "adamw": torch.optim.AdamW,
         "adafactor": torch.optim.Adafactor,
+        "adagrad": torch.optim.Adagrad,
+        "lion": lion,
         "lamb": partial(lamb, lr=1e-3, packed=_packed(model)),
         "muon": lambda _, lr: MuonWithAdam.for_blocks(model, lr=lr, adam_lr=3e-4),
     }

@@ -93,6 +93,8 @@ TWO = [
     Case(3, {}, SLOW, steps=2, tensor=2),
     Case(3, {}, ADAMW, tensor=2),
     Case(3, {}, ADAMW, steps=2, sequence=2),
+    Case(3, {}, {"kind": "adagrad", "lr": 0.004}),
+    Case(3, {}, {"kind": "lion", "lr": 1e-4}),
     Case(3, TOP2, SLOW),
     Case(3, TOP1, SLOW, steps=2, expert=2),
     Case(3, TOP2, ADAMW, expert=2),
