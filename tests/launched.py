@@ -127,7 +127,12 @@ def found_by_ranks(job: str, *, num_ranks: int, folder: Path) -> Any:
 
 
 def train_cases(
-    configs: Sequence[Mapping[str, Any]], *, num_ranks: int, folder: Path, allow_fp16: bool = False
+    configs: Sequence[Mapping[str, Any]],
+    *,
+    num_ranks: int,
+    folder: Path,
+    allow_fp16: bool = False,
+    timeout: float = TIMEOUT_SECONDS,
 ) -> None:
     """Train all configs in one job. If the job itself fails, that fails the test with its output.
 
@@ -136,7 +141,8 @@ def train_cases(
     arguments = [_write_cases(configs, num_ranks=num_ranks, folder=folder)]
     if allow_fp16:
         arguments.append("--allow-fp16")
-    run_ranks(ROOT / "tests/jobs/run_cases.py", *arguments, num_ranks=num_ranks, cwd=folder)
+    script = ROOT / "tests/jobs/run_cases.py"
+    run_ranks(script, *arguments, num_ranks=num_ranks, cwd=folder, timeout=timeout)
 
 
 def train_cases_on_gpu(

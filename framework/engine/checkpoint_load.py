@@ -125,6 +125,8 @@ def _copy_host_tensors(optimizer: Any) -> None:
                 # DeepSpeed's swapper knows the empty ones: their numbers are on NVMe.
                 if _is_on_host(value) and value.numel():
                     state[key] = value.clone()
+                    # its mark that the swapper leaves it in memory
+                    vars(state[key]).update(vars(value))
         optimizer = getattr(optimizer, "optimizer", None)
 
 
