@@ -41,6 +41,7 @@ GPT = {
 # input.
 OPERATION = 256 * 1024
 TOKENS = [["int64", [1, 2]], ["int64", [1, 2]]]
+JOB_SECONDS = 840  # less than the limit of a test, 900: then its output is shown
 
 
 def config_of(**sections: Any) -> dict[str, Any]:
@@ -693,7 +694,8 @@ def measured(
     ]
     (folder / "cases.json").write_text(json.dumps(listed), encoding="utf-8")
     files = [str(folder / name) for name in ("cases.json", "found.json")]
-    run_ranks(ROOT / "tests/jobs/live_bytes.py", *files, num_ranks=request.param, cwd=folder)
+    script = ROOT / "tests/jobs/live_bytes.py"
+    run_ranks(script, *files, num_ranks=request.param, cwd=folder, timeout=JOB_SECONDS)
     found = json.loads((folder / "found.json").read_text(encoding="utf-8"))
     return request.param, dict(zip(names, found, strict=True))
 
