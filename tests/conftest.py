@@ -23,7 +23,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests import lanes, launched, ops_ahead, warm_ranks
+# A failed comparison there shows both sides, as in a test file.
+pytest.register_assert_rewrite("tests.train.monitors.sinks")
+
+from tests import lanes, launched, ops_ahead, warm_ranks  # noqa: E402
 
 # A busy machine is no finding: how long an example takes depends on what else runs. What a build
 # machine says depends on the commit alone; elsewhere every run tries other examples, and one that

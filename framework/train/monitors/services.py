@@ -36,8 +36,9 @@ from framework.train.monitors.base import Monitor, Point, flat, reason_of
 _NUMBERS: Final = "monitors.json"
 _NICENESS: Final = 19
 _ANSWER_SECONDS: Final = 5.0
-# Longest wait for W&B's server at the start; also the package's limit in a plain script.
-_WANDB_SECONDS: Final = 30
+# Longest wait of W&B's start, for its own process and for its server. No step waits for it; and
+# this process has the lowest priority, so that on a busy host it takes minutes instead of seconds.
+_WANDB_SECONDS: Final = 300
 _MLFLOW_BATCH: Final = 100  # parameters that its server takes at once
 _MLFLOW_LONGEST: Final = 6000  # characters of a parameter
 
@@ -103,6 +104,7 @@ class WandBRun:
             silent=True,  # without a key it would wait for one on a terminal
             quiet=True,
             init_timeout=_WANDB_SECONDS,
+            x_service_wait=_WANDB_SECONDS,
             # It shows processor time and memory of the process that trains.
             x_stats_pid=os.getppid(),
         )

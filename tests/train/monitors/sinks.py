@@ -25,6 +25,8 @@ def sinks(**sections: Any) -> dict[str, Any]:
         "csv": True,
         "wandb": {"offline": True} if has_wandb else False,
         "progress": "off",
+        # Its process has the lowest priority, and other tests keep the processors busy.
+        "wait_seconds": 240,
     } | sections
 
 
@@ -88,7 +90,8 @@ def of_wandb(run: Path) -> Numbers:
     of every file.
     """
     found: Numbers = {}
-    deadline, num_files = time.monotonic() + 20, len(list((run / "wandb").glob("offline-run-*")))
+    deadline, num_files = time.monotonic() + 60, len(list((run / "wandb").glob("offline-run-*")))
+    assert num_files > 0, f"W&B has written nothing into {run}"
     while sum(one.WhichOneof("record_type") == "exit" for one in wandb_records(run)) < num_files:
         assert time.monotonic() < deadline
         time.sleep(0.1)
