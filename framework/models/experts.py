@@ -69,30 +69,29 @@ def names_elsewhere(model: nn.Module) -> dict[str, str]:
     of this rank that has its place in another expert.
     """
     names: dict[str, str] = {}
-    for prefix, mixture in model.named_modules():
-        if not isinstance(mixture, MixtureOfExperts):
-            continue
-        own_number, own_expert = next(iter(mixture.experts.named_children()))
-        for number in map(str, range(mixture.shape.num_experts)):
-            if number in mixture.experts:
-                continue
-            for name, _ in own_expert.named_parameters():
-                own_name = f"{prefix}.experts.{own_number}.{name}"
-                names[f"{prefix}.experts.{number}.{name}"] = own_name
+    for prefix, own_prefix, own_expert in _experts_elsewhere(model):
+        for name, _ in own_expert.named_parameters():
+            names[prefix + name] = own_prefix + name
     return names
 
 
 def is_elsewhere(model: nn.Module) -> Callable[[str], bool]:
     """Return a predicate on names of weights: true for an expert's that another rank holds."""
-    prefixes: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, MixtureOfExperts):
+    prefixes = tuple(prefix for prefix, _, _ in _experts_elsewhere(model))
+    return lambda name: name.startswith(prefixes)
+
+
+def _experts_elsewhere(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield for each expert that another rank holds: the prefix of its weights' names, and the
+    prefix and the module of this rank's first expert of that mixture.
+    """
+    for name, mixture in model.named_modules():
+        if not isinstance(mixture, MixtureOfExperts):
             continue
-        for number in range(module.shape.num_experts):
-            if str(number) not in module.experts:
-                prefixes.append(f"{name}.experts.{number}.")
-    prefixes_elsewhere = tuple(prefixes)
-    return lambda name: name.startswith(prefixes_elsewhere)
+        own_number, own_expert = next(iter(mixture.experts.named_children()))
+        for number in range(mixture.shape.num_experts):
+            if str(number) not in mixture.experts:
+                yield f"{name}.experts.{number}.", f"{name}.experts.{own_number}.", own_expert
 
 
 class _ExchangeRows(Function):
