@@ -12,7 +12,11 @@ from typing import Any, Final, TextIO
 from deepspeed_lint.text.document import COMMAND_LINE
 from framework.commands.plan_lines import other_lines
 from framework.commands.torch_child import NoAnswerError
-from framework.commands.traced_work import find_own_optimizer, find_own_work
+from framework.commands.traced_work import (
+    find_own_optimizer,
+    find_own_work,
+    refuse_undividable,
+)
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, Problem, UsageError
 from framework.load_run import LoadedRun
@@ -153,13 +157,17 @@ def ask(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster) -> Ques
     """
     target = _find_target(arguments, cluster)
     written = run.config
+    work: ModelWork | None = None
     why = ""
     try:
         work, why = _own_work(arguments, run, cluster, target)
         run = run.chosen(cluster, target, is_proposal=True, work=work)
         plan = run.plan_with_data(cluster)
-    except ConfigError as error:
-        as_written = _question_as_written(arguments, run, cluster, target)
+        if work is not None:
+            refuse_undividable(work, plan)
+    except ConfigError as raised:
+        error = ConfigError(map(run.source.locate, raised.problems))
+        as_written = _question_as_written(arguments, run, cluster, target, work)
         instead = _found_instead(as_written)
         if instead is not None:
             return replace(instead, refused=error.problems[0])
@@ -170,7 +178,7 @@ def ask(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster) -> Ques
             _print_others(as_written.widest_request, stream_of_notes(arguments))
         if why and kinds == {"auto-not-estimated"}:
             raise _not_looked_at(error.problems[0], why) from None
-        raise
+        raise error from None
     return Question(arguments, run, plan, target, work, why, written)
 
 
@@ -181,15 +189,19 @@ def _not_looked_at(problem: Problem, why: str) -> ConfigError:
 
 
 def _question_as_written(
-    arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster, target: Hardware
+    arguments: argparse.Namespace,
+    run: LoadedRun,
+    cluster: Cluster,
+    target: Hardware,
+    work: ModelWork | None,
 ) -> Question:
     """Return the question about a config that cannot be as it is written, in place of a plan with
-    its cluster and data alone.
+    its cluster and data alone; `work` is of a model of the user's own, if it is known.
     """
     _, size = look_at_data(run.config, data_elsewhere=True)
     length = Length(None, None, size, 0)
     plan = Plan(run.config, cluster, Layout(1, 1, 1, 1, 1), length, ())
-    return Question(arguments, run, plan, target)
+    return Question(arguments, run, plan, target, work)
 
 
 def _found_instead(as_written: Question) -> Question | None:

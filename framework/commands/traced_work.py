@@ -20,6 +20,7 @@ from typing import Any, Final
 import framework
 from framework.commands.torch_child import NoAnswerError, ask_child
 from framework.config.base import Object
+from framework.errors import ConfigError, Problem
 from framework.plan.measured import (
     code_of,
     keep_state,
@@ -53,6 +54,8 @@ def find_own_work(plan: Plan, sizes: Sequence[tuple[int, int]] = ()) -> ModelWor
 
     Raises:
         NoAnswerError: it cannot be measured here.
+        ConfigError: the run cannot work: a pattern of names has no weight, or the ranks of the
+            plan's groups cannot divide the model.
     """
     if isinstance(plan.config.model, Object):
         raise NoAnswerError("it was handed over in Python")
@@ -77,21 +80,32 @@ def find_own_work(plan: Plan, sizes: Sequence[tuple[int, int]] = ()) -> ModelWor
         )
         if "work" in answer or answer.get("is_final"):
             _keep_answer(place, answer)
+    if "problems" in answer:
+        raise ConfigError(Problem.from_dict(each) for each in answer["problems"])
     if "unknown" in answer:
         raise NoAnswerError(answer["unknown"])
     return _work_of(answer["work"])
 
 
+def refuse_undividable(work: ModelWork, plan: Plan) -> None:
+    """Refuse a plan whose tensor or sequence groups cannot divide the model; raises ConfigError."""
+    share = work.of_rank(plan.layout.tensor_size, plan.layout.sequence_size)
+    if share is not None and share.problem is not None:
+        raise ConfigError([share.problem])
+
+
 def _kept_answer(place: Path | None) -> dict[str, Any] | None:
-    """Return the child's answer in a file of the cache: the work, or why it is not known; None if
-    there is none, or of another version.
+    """Return the child's answer in a file of the cache: the work, the problems, or why nothing is
+    known; None if there is none, or of another version.
     """
     if place is None:
         return None
     try:
         answer = json.loads(place.read_text(encoding="utf-8"))
-        if "unknown" not in answer:
+        if "work" in answer:
             _work_of(answer["work"])
+        elif not answer["is_final"]:
+            return None
     except (OSError, ValueError, TypeError, KeyError):  # not there, or of another version
         return None
     return dict(answer)
@@ -155,7 +169,10 @@ def _work_of_rank(values: Mapping[str, Any]) -> WorkOfRank:
     work = None
     if values["work"] is not None:
         work = _work_of(values["work"])
-    return WorkOfRank(**{**values, "work": work})
+    problem = None
+    if values["problem"] is not None:
+        problem = Problem.from_dict(values["problem"])
+    return WorkOfRank(**{**values, "work": work, "problem": problem})
 
 
 def _cache_file(plan: Plan, device: Device, sizes: Sequence[tuple[int, int]]) -> Path | None:

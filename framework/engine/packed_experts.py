@@ -33,6 +33,17 @@ def divide_packed(model: nn.Module, group: Any, *, prefix: str = "") -> None:
         _divide(f"{prefix}{name}", module, group)
 
 
+def refuse_undividable(model: nn.Module, size: int) -> None:
+    """Refuse a model whose experts `size` ranks cannot share.
+
+    Raises:
+        ConfigError: kinds ``expert-without-moe``, ``experts-not-divisible``.
+    """
+    refuse_without_packed(model, size)
+    for name, module in find_packed(model).items():
+        _refuse_undivided(name, module, "parallel.expert", size)
+
+
 def refuse_without_packed(model: nn.Module, size: int) -> None:
     """Refuse a model without packed experts that `size` ranks could share.
 

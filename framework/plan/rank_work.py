@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from framework.errors import Problem
 from framework.plan.work import ModelWork
 
 CollectiveKind = Literal["sum", "join", "exchange"]
@@ -39,12 +40,14 @@ class WorkOfRank:
         sequence: ranks that share its sequences.
         work: of the fullest rank; None if it is not known.
         unknown: why it is not.
+        problem: of the run, if ranks of these groups cannot divide the model.
     """
 
     tensor: int
     sequence: int
     work: ModelWork | None
     unknown: str = ""
+    problem: Problem | None = None
 
     def of_samples(self, count: int) -> WorkOfRank:
         """Return the work on a micro-batch of another number of samples."""

@@ -495,6 +495,11 @@ def _is_tensors(inputs: Any) -> bool:
     return isinstance(inputs, torch.Tensor)
 
 
+def is_wrong_anywhere(error: ConfigError) -> bool:
+    """Return whether the parts of a run are wrong on every machine, rather than missing here."""
+    return any(problem.kind in _WRONG_ANYWHERE for problem in error.problems)
+
+
 def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     """Return the places where a model would be cut, for the command `plan`.
 
@@ -510,8 +515,7 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     try:
         parts = gather_parts(config, Objects())
     except ConfigError as error:
-        is_wrong_anywhere = any(problem.kind in _WRONG_ANYWHERE for problem in error.problems)
-        key = "problems" if is_wrong_anywhere else "missing"
+        key = "problems" if is_wrong_anywhere(error) else "missing"
         return {key: [problem.to_dict() for problem in error.problems]}
     try:
         plan = make_plan(config, cluster, num_train_samples=parts.splits.num_train)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from framework.config.groups import refuse_unmatched_groups
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, in_one_line
@@ -34,7 +35,7 @@ from framework.setup.components import Parts, gather_parts
 from framework.setup.fused_operations import AsOnGPU
 from framework.setup.lone_rank import LoneRank, lone_rank
 from framework.setup.optimizer_makers import optimizer_maker
-from framework.setup.pipeline_stages import answer, first_batch
+from framework.setup.pipeline_stages import answer, first_batch, is_wrong_anywhere
 from framework.setup.trace_ledger import Ledger, Record, num_bytes, tensors_in, total_bytes
 from framework.setup.traced_layers import layer_works
 from framework.setup.user_code import Objects
@@ -53,6 +54,7 @@ def trace_work(
     device: Device = "cuda",
     tensor: int = 1,
     sequence: int = 1,
+    expert: int = 1,
 ) -> ModelWork:
     """Return the work of a model and its loss on one micro-batch.
 
@@ -63,20 +65,28 @@ def trace_work(
         device: the kind of device that the run will use.
         tensor: ranks that divide the weights; the work is that of the last one.
         sequence: ranks that share the sequences, likewise.
+        expert: ranks that share the experts; the work is that of all experts.
 
     Raises:
         NotTracedError: the model has recurrent layers of torch's.
-        ConfigError: the weights cannot be divided so, or the sequences not shared.
+        ConfigError: the weights cannot be divided so, the sequences or experts not shared, or a
+            pattern of names has no weight.
         Exception: the model's code fails, for example because it reads numbers of a tensor.
     """
     # The task of a divided model has a part of the vocabulary.
     parts = replace(parts, task=copy(parts.task))
     with lone_rank(tensor, sequence) as rank:
-        return _trace_rank(config, parts, batch, device, rank)
+        return _trace_rank(config, parts, batch, device, rank, expert=expert)
 
 
 def _trace_rank(
-    config: RunConfig, parts: Parts, batch: tuple[Any, Any], device: Device, rank: LoneRank
+    config: RunConfig,
+    parts: Parts,
+    batch: tuple[Any, Any],
+    device: Device,
+    rank: LoneRank,
+    *,
+    expert: int,
 ) -> ModelWork:
     """Return the work of one rank on one micro-batch; arguments and errors as of `trace_work`."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -85,6 +95,10 @@ def _trace_rank(
     recomputes = can_recompute(model)
     with fake:
         model = rank.divided(model, config, parts.task)
+        if expert > 1:
+            from framework.engine.packed_experts import refuse_undividable
+
+            refuse_undividable(model, expert)
         model = _prepared(model, config, rank)
         buffer_bytes = total_bytes(model.buffers())
         inputs, targets = tree_map_only(Tensor, fake.from_tensor, batch)
@@ -109,6 +123,7 @@ def _trace_rank(
             sources = ledger.first_edges or list(model.parameters())
             torch.autograd.grad(loss, sources, allow_unused=True)
     trained = _shapes(model, trained=True)
+    refuse_unmatched_groups(trained, config.optimizer)
     frozen = _shapes(model, trained=False)
     layers = tuple(layer_works(ledger, model))
     collectives = []
@@ -273,8 +288,9 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
             is about that.
 
     Returns:
-        ``work`` as plain values, or the optimizer's state; or ``unknown``, the reason why
-        neither can be found; with a true ``is_final`` it holds as long as the code is the same.
+        ``work`` as plain values, or the optimizer's state; or ``problems``, as plain values, why
+        the run cannot work; or ``unknown``, the reason why nothing is found. With a true
+        ``is_final`` the answer holds as long as the code is the same.
     """
     config = config_from_values(question["config"])
     cluster = Cluster(**question["cluster"])
@@ -285,10 +301,23 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
         plan = make_plan(config, cluster, num_train_samples=parts.splits.num_train)
         batch = first_batch(plan, parts)
     except ConfigError as error:
+        if is_wrong_anywhere(error):
+            return {"problems": [problem.to_dict() for problem in error.problems]}
         return {"unknown": str(error.problems[0])}
-    trace = partial(trace_work, config, parts, batch, device=question["device"])
+    trace = partial(
+        trace_work,
+        config,
+        parts,
+        batch,
+        device=question["device"],
+        expert=plan.layout.expert_size,
+    )
     try:
         work = trace()
+    except ConfigError as error:
+        if _is_of_fake_tensors(error):
+            return {"unknown": _reason_of(error), "is_final": True}
+        return {"problems": [problem.to_dict() for problem in error.problems], "is_final": True}
     except Exception as error:  # the user's code may do anything with tensors without numbers
         # a package or a file that is missing may be there the next time, and memory too
         passes = isinstance(error, ImportError | OSError | MemoryError)
@@ -298,10 +327,21 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     for tensor, sequence in question.get("sizes", ()):
         try:
             share = WorkOfRank(tensor, sequence, trace(tensor=tensor, sequence=sequence))
+            of_ranks.append(asdict(share))
         except Exception as error:
             share = WorkOfRank(tensor, sequence, None, _reason_of(error))
-        of_ranks.append(share)
-    return {"work": asdict(replace(work, of_ranks=tuple(of_ranks)))}
+            problem: dict[str, Any] | None = None
+            if isinstance(error, ConfigError) and not _is_of_fake_tensors(error):
+                problem = error.problems[0].to_dict()
+            of_ranks.append(asdict(share) | {"problem": problem})
+    return {"work": asdict(work) | {"of_ranks": of_ranks}}
+
+
+def _is_of_fake_tensors(error: ConfigError) -> bool:
+    """Return whether an error may come of the trace alone: code of the user's own has failed in
+    it, which may work with numbers.
+    """
+    return error.__cause__ is not None
 
 
 def _reason_of(error: Exception) -> str:

@@ -465,6 +465,45 @@ def test_a_model_of_ones_own_is_looked_at(
     assert load_config(file).auto == frozenset()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("parallel.tensor=2", "parallel.tensor_plan = null: LeNet has no plan of its own"),
+        ("parallel.expert=2", "parallel.expert = 2: LeNet has no experts that can be divided"),
+        ("training.freeze=[fc9.*]", "training.freeze.0 = fc9.*: no parameter of the model"),
+        (
+            "optimizer.groups=[{match: fc9.*, lr: 1e-4}]",
+            "optimizer.groups.0.match = fc9.*: no trained parameter of the model",
+        ),
+    ],
+)
+def test_a_model_of_ones_own_that_cannot_be_so_is_refused(
+    setting: str, line: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traced_work, "ask_child", answer_here)
+    target = "model={target: 'framework.recipes.image_models.small_nets:LeNet'}"
+    words = ["ds_configs/quickstart.yaml", target, "zero.stage=1", setting, "--num_gpus", "2"]
+    for _ in range(2):  # the second time from what is kept
+        assert main(["plan", *words]) == 78
+        assert capsys.readouterr().err.startswith(f"command line: {line}")
+
+
+@pytest.mark.slow
+def test_another_plan_is_found_for_groups_that_cannot_divide_a_model(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traced_work, "ask_child", answer_here)
+    file = tmp_path / "run.yaml"
+    text = Path("ds_configs/quickstart.yaml").read_text()
+    file.write_text(text + "parallel: {tensor: 2}\n")
+    target = "model={target: 'framework.recipes.image_models.small_nets:LeNet'}"
+    words = [str(file), target, "--num_gpus", "2", "--gpu", "a100-40gb"]
+    found = json.loads(plan(*words, "--search", "--json", capsys=capsys))
+    assert found["refused"]["kind"] == "tensor-plan"
+    assert found["strategies"]["ranked"]
+
+
 def test_json_has_the_bytes_of_each_moment(capsys: Capture) -> None:
     found = json.loads(plan(*GPT, "--gpu", "h100-80gb", "--json", capsys=capsys))
     memory, time = found["memory"], found["time"]
