@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from deepspeed_lint.text.document import KeyPath
 from deepspeed_lint.text.typos import nearest
 from framework.config.base import WORDS_OF_PATTERNS, Target, choices_of, members_of
-from framework.config.deepspeed_words import OWNED, place_here
+from framework.config.deepspeed_words import OWNED, TYPED, place_here
 from framework.config.other_words import OtherWord, meaning, same_key, value_here
 from framework.errors import Problem, Written, show_value
 
@@ -258,10 +258,24 @@ def _name_of_deepspeed(path: KeyPath, value: Any) -> str:
     """Return where a run config takes a key of DeepSpeed's; empty if it is none, or a switch."""
     name = str(path[-1])
     if len(path) > 1 and name not in OWNED:
+        if path[:-1] == ("zero",):
+            return _further_key_of_zero(name)
         return ""
     if is_plain_switch(name, value):
         return ""
     return place_here(name)
+
+
+def _further_key_of_zero(name: str) -> str:
+    """Return where a key of DeepSpeed's section of ZeRO goes that has no key in `zero`; empty if
+    DeepSpeed has no such key.
+    """
+    from deepspeed_lint.keys import load_table  # for messages alone
+
+    key = f"zero_optimization.{name}"
+    if key in TYPED or load_table().exact(key) is None:
+        return ""
+    return f"write it as deepspeed.{key}, where DeepSpeed's further keys go"
 
 
 def _name_of_other_tools(path: KeyPath, owner: Any, homes: Sequence[str]) -> str:

@@ -61,6 +61,13 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
         "run: {lr: 0.1}",
         [":1: run.lr = 0.1: there is no such key here; it exists as optimizer.lr [unknown-key]"],
     ),
+    "further key of DeepSpeed's ZeRO": (
+        "zero: {zero_hpz_partition_size: 2}",
+        [
+            ":1: zero.zero_hpz_partition_size = 2: there is no such key; write it as "
+            "deepspeed.zero_optimization.zero_hpz_partition_size, where DeepSpeed's further keys go [unknown-key]"
+        ],
+    ),
     "key of another kind": (
         "optimizer: {kind: adamw, momentum: 0.9}",
         [
