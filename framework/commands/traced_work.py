@@ -122,6 +122,9 @@ def _keep_answer(place: Path | None, answer: Mapping[str, Any]) -> None:
 def find_own_optimizer(plan: Plan) -> str:
     """Measure and keep the memory of an optimizer of the user's own, unless it is known; returns
     why it cannot be, or "". Waits for a child process, at most `_LONGEST_SECONDS`.
+
+    Raises:
+        ConfigError: the optimizer does not take its arguments.
     """
     optimizer = plan.config.optimizer
     if isinstance(optimizer, Object):
@@ -140,6 +143,8 @@ def find_own_optimizer(plan: Plan) -> str:
         )
     except NoAnswerError as error:
         return str(error)
+    if "problems" in state:
+        raise ConfigError(Problem.from_dict(each) for each in state["problems"])
     if "unknown" in state:
         return str(state["unknown"])
     keep_state(factory, OptimizerState(**state))

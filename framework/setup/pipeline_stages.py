@@ -53,6 +53,7 @@ _WRONG_ANYWHERE: Final = frozenset(
     {
         "model-data-num-classes",
         "model-data-vocab-size",
+        "target-args",
         "text-damaged",
         "text-one-document",
         "text-too-short",

@@ -315,7 +315,7 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     try:
         work = trace()
     except ConfigError as error:
-        if _is_of_fake_tensors(error):
+        if _may_work_elsewhere(error):
             return {"unknown": _reason_of(error), "is_final": True}
         return {"problems": [problem.to_dict() for problem in error.problems], "is_final": True}
     except Exception as error:  # the user's code may do anything with tensors without numbers
@@ -331,17 +331,17 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
         except Exception as error:
             share = WorkOfRank(tensor, sequence, None, _reason_of(error))
             problem: dict[str, Any] | None = None
-            if isinstance(error, ConfigError) and not _is_of_fake_tensors(error):
+            if isinstance(error, ConfigError) and not _may_work_elsewhere(error):
                 problem = error.problems[0].to_dict()
             of_ranks.append(asdict(share) | {"problem": problem})
     return {"work": asdict(work) | {"of_ranks": of_ranks}}
 
 
-def _is_of_fake_tensors(error: ConfigError) -> bool:
-    """Return whether an error may come of the trace alone: code of the user's own has failed in
-    it, which may work with numbers.
+def _may_work_elsewhere(error: ConfigError) -> bool:
+    """Return whether an error may come of this process alone: code of the user's own has failed in
+    it, which may work with numbers, or on another machine.
     """
-    return error.__cause__ is not None
+    return error.__cause__ is not None and not is_wrong_anywhere(error)
 
 
 def _reason_of(error: Exception) -> str:
@@ -357,7 +357,9 @@ def _describe_optimizer(config: RunConfig) -> dict[str, Any]:
     try:
         make = optimizer_maker(config)
     except ConfigError as error:
-        return {"unknown": str(error.problems[0])}
+        if _may_work_elsewhere(error):
+            return {"unknown": str(error.problems[0])}
+        return {"problems": [problem.to_dict() for problem in error.problems]}
     if make is None:
         return {"unknown": "it is a named one"}
     state = measure_optimizer(make)

@@ -224,7 +224,9 @@ def measure_optimizer(make: MakeOptimizer) -> OptimizerState | str:
     """
     try:
         return _memory_of(make)
-    except (ConfigError, NotJudgedError) as error:
+    except NotJudgedError as error:
+        return f"its optimizer cannot be stepped here: {error}"
+    except ConfigError as error:
         return f"its optimizer cannot be stepped here: {in_one_line(error)}"
 
 

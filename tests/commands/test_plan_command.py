@@ -476,6 +476,11 @@ def test_a_model_of_ones_own_is_looked_at(
             "optimizer.groups=[{match: fc9.*, lr: 1e-4}]",
             "optimizer.groups.0.match = fc9.*: no trained parameter of the model",
         ),
+        ("model.args={x: 1}", "model.args = {x: 1}: got an unexpected keyword argument 'x'"),
+        (
+            "optimizer={target: 'torch.optim:SGD', args: {rate: 1}}",
+            "optimizer.args = {rate: 1}: got an unexpected keyword argument 'rate'",
+        ),
     ],
 )
 def test_a_model_of_ones_own_that_cannot_be_so_is_refused(
