@@ -8,7 +8,7 @@ process of its own (``python -m framework.setup.trace``): see `framework.command
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import asdict, replace
@@ -314,27 +314,34 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     )
     try:
         work = trace()
-    except ConfigError as error:
-        if _may_work_elsewhere(error):
-            return {"unknown": _reason_of(error), "is_final": True}
-        return {"problems": [problem.to_dict() for problem in error.problems], "is_final": True}
     except Exception as error:  # the user's code may do anything with tensors without numbers
-        # a package or a file that is missing may be there the next time, and memory too
-        passes = isinstance(error, ImportError | OSError | MemoryError)
-        is_final = not passes and "allocate memory" not in str(error)
-        return {"unknown": _reason_of(error), "is_final": is_final}
+        return _describe_failure(error)
     of_ranks = []
     for tensor, sequence in question.get("sizes", ()):
-        try:
-            share = WorkOfRank(tensor, sequence, trace(tensor=tensor, sequence=sequence))
-            of_ranks.append(asdict(share))
-        except Exception as error:
-            share = WorkOfRank(tensor, sequence, None, _reason_of(error))
-            problem: dict[str, Any] | None = None
-            if isinstance(error, ConfigError) and not _may_work_elsewhere(error):
-                problem = error.problems[0].to_dict()
-            of_ranks.append(asdict(share) | {"problem": problem})
+        of_ranks.append(_describe_share(trace, tensor, sequence))
     return {"work": asdict(work) | {"of_ranks": of_ranks}}
+
+
+def _describe_failure(error: Exception) -> dict[str, Any]:
+    """Return the answer of `describe` for a trace that has failed."""
+    if isinstance(error, ConfigError) and not _may_work_elsewhere(error):
+        return {"problems": [problem.to_dict() for problem in error.problems], "is_final": True}
+    # a package or a file that is missing may be there the next time, and memory too
+    passes = isinstance(error, ImportError | OSError | MemoryError)
+    is_final = not passes and "allocate memory" not in str(error)
+    return {"unknown": _reason_of(error), "is_final": is_final}
+
+
+def _describe_share(trace: Callable[..., ModelWork], tensor: int, sequence: int) -> dict[str, Any]:
+    """Return the work of one rank of groups of these sizes, a `WorkOfRank`, as plain values."""
+    try:
+        work = trace(tensor=tensor, sequence=sequence)
+    except Exception as error:
+        share = asdict(WorkOfRank(tensor, sequence, None, _reason_of(error)))
+        if isinstance(error, ConfigError) and not _may_work_elsewhere(error):
+            share["problem"] = error.problems[0].to_dict()
+        return share
+    return asdict(WorkOfRank(tensor, sequence, work))
 
 
 def _may_work_elsewhere(error: ConfigError) -> bool:
