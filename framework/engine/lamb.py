@@ -105,7 +105,7 @@ class Lamb(torch.optim.Optimizer):
             if stepped:
                 self._step_tensors(stepped, group)
 
-    def _step_tensors(self, stepped: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+    def _step_tensors(self, stepped: list[Tensor], group: Mapping[str, Any]) -> None:
         updates = self._updates(stepped, group)
         places: list[tuple[Tensor, Tensor]] = []
         groups_of: list[tuple[Any, ...]] = []
@@ -119,12 +119,14 @@ class Lamb(torch.optim.Optimizer):
         for tensor, update in zip(stepped, updates, strict=True):
             tensor.add_(update, alpha=-self._rate(tensor, group))
 
-    def _updates(self, stepped: Sequence[Tensor], group: Mapping[str, Any]) -> Sequence[Tensor]:
+    def _updates(self, stepped: list[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
         """Return the updates before they are scaled, and move the means."""
-        gradients = [tensor.grad for tensor in stepped]
-        means = []
-        squares = []
+        gradients: list[Tensor] = []
+        means: list[Tensor] = []
+        squares: list[Tensor] = []
         for tensor in stepped:
+            assert tensor.grad is not None
+            gradients.append(tensor.grad)
             state = self.state[tensor]
             if "exp_avg" not in state:
                 state["step"] = torch.tensor(0.0)
@@ -137,7 +139,7 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_lerp_(means, gradients, 1 - first_beta)
         torch._foreach_mul_(squares, second_beta)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - second_beta)
-        updates: Sequence[Tensor] = torch._foreach_sqrt(squares)
+        updates = list(torch._foreach_sqrt(squares))
         torch._foreach_add_(updates, group["eps"])
         torch._foreach_reciprocal_(updates)
         torch._foreach_mul_(updates, means)
