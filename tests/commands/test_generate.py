@@ -247,13 +247,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Path:
 
 
 def shipped(name: str, *settings: str) -> dict[str, Any]:
-    """A shipped config as it stands, of the smallest size and two steps."""
+    """A shipped config as it stands, of the smallest size and one step."""
     small = [
         "model.size=tiny",
-        "training.max_steps=2",
+        "training.max_steps=1",
         "batch.global_size=4",
         "batch.micro_size=2",
-        "evaluation.max_samples=4",
+        "evaluation.max_samples=2",
         "monitors.tensorboard=false",
         "monitors.progress=off",
     ]
