@@ -15,7 +15,7 @@ from framework.commands.torch_child import NoAnswerError
 from framework.commands.traced_work import (
     find_own_optimizer,
     find_own_work,
-    refuse_undividable,
+    refuse_unlike_model,
 )
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, Problem, UsageError
@@ -164,7 +164,7 @@ def ask(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster) -> Ques
         run = run.chosen(cluster, target, is_proposal=True, work=work)
         plan = run.plan_with_data(cluster)
         if work is not None:
-            refuse_undividable(work, plan)
+            refuse_unlike_model(plan, work)
     except ConfigError as raised:
         error = ConfigError(map(run.source.locate, raised.problems))
         as_written = _question_as_written(arguments, run, cluster, target, work)

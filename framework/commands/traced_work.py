@@ -20,6 +20,7 @@ from typing import Any, Final
 import framework
 from framework.commands.torch_child import NoAnswerError, ask_child
 from framework.config.base import Object
+from framework.config.groups import refuse_unmatched_groups
 from framework.errors import ConfigError, Problem
 from framework.plan.measured import (
     code_of,
@@ -54,8 +55,8 @@ def find_own_work(plan: Plan, sizes: Sequence[tuple[int, int]] = ()) -> ModelWor
 
     Raises:
         NoAnswerError: it cannot be measured here.
-        ConfigError: the run cannot work: a pattern of names has no weight, or the ranks of the
-            plan's groups cannot divide the model.
+        ConfigError: the run cannot work: a pattern of names has no weight, or ranks cannot share
+            the experts.
     """
     if isinstance(plan.config.model, Object):
         raise NoAnswerError("it was handed over in Python")
@@ -87,8 +88,11 @@ def find_own_work(plan: Plan, sizes: Sequence[tuple[int, int]] = ()) -> ModelWor
     return _work_of(answer["work"])
 
 
-def refuse_undividable(work: ModelWork, plan: Plan) -> None:
-    """Refuse a plan whose tensor or sequence groups cannot divide the model; raises ConfigError."""
+def refuse_unlike_model(plan: Plan, work: ModelWork) -> None:
+    """Refuse a plan with parameter groups that match no weight of its model, or with tensor or
+    sequence groups that cannot divide it. Raises ConfigError.
+    """
+    refuse_unmatched_groups(work.weights, plan.config.optimizer)
     share = work.of_rank(plan.layout.tensor_size, plan.layout.sequence_size)
     if share is not None and share.problem is not None:
         raise ConfigError([share.problem])

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from framework.config.groups import refuse_unmatched_groups
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, in_one_line
@@ -123,7 +122,6 @@ def _trace_rank(
             sources = ledger.first_edges or list(model.parameters())
             torch.autograd.grad(loss, sources, allow_unused=True)
     trained = _shapes(model, trained=True)
-    refuse_unmatched_groups(trained, config.optimizer)
     frozen = _shapes(model, trained=False)
     layers = tuple(layer_works(ledger, model))
     collectives = []

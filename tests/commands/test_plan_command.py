@@ -492,6 +492,9 @@ def test_a_model_of_ones_own_that_cannot_be_so_is_refused(
     for _ in range(2):  # the second time from what is kept
         assert main(["plan", *words]) == 78
         assert capsys.readouterr().err.startswith(f"command line: {line}")
+    if "optimizer" in setting:  # it is no part of what is kept
+        words.remove(setting)
+        assert main(["plan", *words]) == 0
 
 
 @pytest.mark.slow
