@@ -154,17 +154,22 @@ class Case:
 
 TWO = [
     Case(0, MIXTRAL, SGD, steps=2, num_steps=NUM_STEPS),
+    Case(3, MIXTRAL, ADAMW),
     Case(0, TOP1, SGD, steps=2, num_steps=NUM_STEPS),
     Case(3, TOP1, SGD, steps=2),
     *(Case(stage, TOP2, ADAMW) for stage in (1, 2)),
     Case(3, TOP2, SGD, steps=2, recompute=1),
     Case(1, TOP1, SGD, steps=2, expert=2, num_steps=NUM_STEPS),
     Case(2, TOP2, ADAMW, recompute=1, expert=2),
+    Case(0, TOP2, {"kind": "muon", "lr": 0.002}),
     Case(2, TOP2, {"kind": "muon", "lr": 0.002}, expert=2),
+    Case(0, TOP2, {"kind": "adafactor"}),
     Case(3, TOP2, {"kind": "adafactor"}, expert=2),
     Case(0, MIXTRAL, {"kind": "lamb"}),
+    Case(3, TOP2, {"kind": "lamb"}),
     Case(2, TOP2, {"kind": "lamb"}, expert=2),
     Case(3, TOP2, {"kind": "muon", "lr": 0.002}, expert=2),
+    Case(1, TOP1, SGD, steps=2, expert=2, freeze=ALL_EXPERTS),
     Case(3, TOP2, ADAMW, expert=2, freeze=ALL_EXPERTS),
     Case(1, TOP2, ADAMW, expert=2, freeze=BY_STEPS, num_steps=NUM_STEPS),
     Case(3, TOP1, SGD, steps=2, expert=2, freeze=BY_STEPS, num_steps=NUM_STEPS),
@@ -182,8 +187,10 @@ TWO = [
 ]
 if HAS_PEFT:
     TWO += [
+        Case(0, TOP1, SGD, steps=2, lora=ADAPTED),
         Case(3, TOP2, ADAMW, average=True, lora=ADAPTED_AND_WHOLE),
         Case(1, TOP2, ADAMW, lora=ADAPTED),
+        Case(2, TOP1, SGD, steps=2, lora=ADAPTED),
         Case(3, MIXTRAL, SGD, lora=ADAPTED_MIXTRAL),
         Case(1, TOP1, SGD, steps=2, expert=2, average=True, lora=ADAPTED),
         Case(3, TOP1, SGD, steps=2, expert=2, lora=ADAPTED),
@@ -200,14 +207,8 @@ TWO += [
     Case(2, TOP1, SGD, expert=2, freeze=(r".*experts\.1\..*",)),
     Case(3, TOP1, SGD, expert=2, freeze=(r".*experts\.[02]\..*",)),
 ]
-# With --exhaustive: the other stages; optimizers, frozen weights and adapters of which another case
-# holds what experts change.
+# With --exhaustive: the other stages.
 RARE = [
-    Case(3, MIXTRAL, ADAMW),
-    Case(0, TOP2, {"kind": "muon", "lr": 0.002}),
-    Case(0, TOP2, {"kind": "adafactor"}),
-    Case(3, TOP2, {"kind": "lamb"}),
-    Case(1, TOP1, SGD, steps=2, expert=2, freeze=ALL_EXPERTS),
     *(Case(stage, TOP1, SGD, steps=2) for stage in (1, 2)),
     *(Case(stage, TOP2, ADAMW) for stage in (0, 3)),
     Case(0, TOP2, SGD, steps=2, recompute=1),
@@ -217,8 +218,6 @@ RARE = [
     *(Case(stage, TOP2, SGD, steps=2, tensor=2) for stage in (1, 2)),
     *(Case(stage, TOP2, ADAMW, sequence=2, expert=2) for stage in (1, 3)),
 ]
-if HAS_PEFT:
-    RARE += [Case(stage, TOP1, SGD, steps=2, lora=ADAPTED) for stage in (0, 2)]
 # What changes how a step is computed -> of which run, and by how much it may change losses.
 _HOST = {"device": "cpu", "pin_memory": False}
 _TOGETHER, _APART = Case(2, TOP2, ADAMW), Case(2, TOP2, ADAMW, recompute=1, expert=2)
