@@ -30,15 +30,12 @@ from framework.engine.plain_weights import PlainWeights
 from framework.engine.schedules import LR_RATIO
 from framework.engine.step import PassedStep
 from framework.engine.step_batches import HALF, DeviceBatches, place, streams_of
-from framework.engine.stragglers import stragglers_of
 from framework.engine.trained_weights import TrainedWeights
-from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import may_have_been_skipped
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.engine_protocol import Table
 from framework.errors import TrainingError
 from framework.plan.compiling import uses_deepcompile
-from framework.plan.flat_sums import coalesces
 from framework.plan.plan import Plan
 from framework.system.files import FileRecord, NewFile
 from framework.tasks.task import Positions, Task, collects
@@ -52,7 +49,9 @@ if TYPE_CHECKING:
     from framework.engine.freezing import StepwiseFreezing
     from framework.engine.full_weights import FullWeights
     from framework.engine.schedule_free import AveragedWeights
+    from framework.engine.stragglers import Stragglers
     from framework.engine.tensor_check import GradientCheck
+    from framework.engine.workarounds.grad_norm import KeptNorm
     from framework.engine.written_weights import WrittenWeights
     from framework.engine.zenflow import ZenFlowSteps
 
@@ -108,7 +107,7 @@ class BaseEngine:
         self._sums_in_graph = uses_deepcompile(plan.config)
         self._flat_step: FlatStep | None = None
         if not self._sums_in_graph:
-            self._flat_step = _shorten_step(engine, coalesces=coalesces(plan.config, plan.layout))
+            self._flat_step = _shorten_step(engine, plan)
         self.written: WrittenWeights | PlainWeights = PlainWeights(engine.module)
         if half is not None or plan.config.zero.stage > 0:
             from framework.engine.written_weights import WrittenWeights
@@ -116,9 +115,9 @@ class BaseEngine:
             self.written = WrittenWeights(engine, names, log_every=training.log_every)
         self._average = self._make_average(plan)
         self._files = use_atomic_files(engine)
-        self.kept_norm = keep_norm(engine)
+        self.kept_norm = _keep_norm(engine)
         self.phases = phases_of(engine)
-        self.stragglers = stragglers_of(plan, torch.distributed.get_world_size())
+        self.stragglers = _stragglers_of(plan)
         self.bad_steps = self._make_bad_steps(training)
         self.trained_weights = TrainedWeights(engine, names())
         self._end_pass = self._keep_gradient_order()
@@ -475,20 +474,21 @@ class BaseEngine:
         return halves
 
 
-def _shorten_step(engine: deepspeed.DeepSpeedEngine, *, coalesces: bool) -> FlatStep | None:
+def _shorten_step(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> FlatStep | None:
     """Have the engine step in fewer passes over the gradients than DeepSpeed does. Return that step
     at stages 1 and 2.
-
-    `coalesces`: gradients of stage 2 wait for the last micro-batch of a step.
     """
     stage = engine.zero_optimization_stage()
     if stage in (1, 2):
         from framework.engine.flat_step import shorten_flat_step
         from framework.engine.one_rank import is_alone, keep_gradients_in_place
+        from framework.plan.flat_sums import coalesces
 
         keep_gradients_in_place(engine)
-        step = shorten_flat_step(engine, coalesces=coalesces)
-        if coalesces and not is_alone(engine) and (step is None or step.sums is None):
+        # gradients of stage 2 wait for the last micro-batch of a step
+        is_one_sum = coalesces(plan.config, plan.layout)
+        step = shorten_flat_step(engine, coalesces=is_one_sum)
+        if is_one_sum and not is_alone(engine) and (step is None or step.sums is None):
             from framework.engine.flat_sums import wait_for_last
 
             wait_for_last(engine)
@@ -498,6 +498,28 @@ def _shorten_step(engine: deepspeed.DeepSpeedEngine, *, coalesces: bool) -> Flat
 
         shorten_half_step(engine)
     return None
+
+
+def _keep_norm(engine: deepspeed.DeepSpeedEngine) -> KeptNorm | None:
+    """Keep the gradient norm of fp32 training at stage 0, which DeepSpeed drops. Return what keeps
+    it, or None if DeepSpeed's optimizer does.
+    """
+    if engine.zero_optimization_stage() != 0 or engine.fp16_enabled() or engine.bfloat16_enabled():
+        return None
+    from framework.engine.workarounds.grad_norm import keep_norm
+
+    return keep_norm(engine)
+
+
+def _stragglers_of(plan: Plan) -> Stragglers | None:
+    """Make what looks for stragglers, or return None if ranks are not compared: there is one, or
+    they are stages of a pipeline. Collective.
+    """
+    if torch.distributed.get_world_size() == 1 or plan.layout.pipe_size > 1:
+        return None
+    from framework.engine.stragglers import stragglers_of
+
+    return stragglers_of(plan)
 
 
 def _positions_of_rank(plan: Plan) -> Positions | None:

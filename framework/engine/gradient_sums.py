@@ -265,7 +265,7 @@ def _cut(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
 
 
 def sum_gradients(engine: deepspeed.DeepSpeedEngine) -> GradientSums | None:
-    """Put `GradientSums` in place if all gradients are dense, of one type and averaged over all
+    """Put `GradientSums` in place at stage 0 if all gradients are dense, of one type and averaged over all
     ranks, and leave out all sums if there is one rank. Return None for one rank, and if DeepSpeed's
     sums stay.
     """
@@ -288,8 +288,6 @@ def _has_one_dense_type(engine: deepspeed.DeepSpeedEngine) -> bool:
 
 def _averages_plainly(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Check whether DeepSpeed would add all gradients over one group, and divide by its size."""
-    if engine.zero_optimization_stage() != 0:
-        return False
     if hasattr(engine.optimizer, "get_grads_for_reduction"):  # it keeps gradients of its own
         return False
     if engine.has_moe_layers or engine.sequence_parallel_size > 1:

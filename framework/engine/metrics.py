@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import deepspeed
 import torch
@@ -13,11 +13,13 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
 from framework.engine.distributed import device, gather
-from framework.engine.workarounds.grad_norm import KeptNorm
 from framework.engine_protocol import Table
 from framework.errors import ConfigError
 from framework.system.metric_names import BY_NAME, PHASES, REST, WORK_PHASES, time_of
 from framework.tasks.task import Ratio, Task
+
+if TYPE_CHECKING:
+    from framework.engine.workarounds.grad_norm import KeptNorm
 
 _TIMED: Final = tuple(phase for phase in PHASES if phase != REST)
 # Metrics that `over_ranks` gathers, beside the loss.

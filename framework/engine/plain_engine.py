@@ -15,7 +15,6 @@ import torch
 from framework.checkpoint.state.weight_names import names_of
 from framework.engine.base_engine import BaseEngine
 from framework.engine.distributed import device, device_name
-from framework.engine.gradient_sums import sum_gradients
 from framework.engine.initialize import MakeOptimizer, initialize
 from framework.engine.schedules import MakeSchedule
 from framework.engine.step import Step
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from framework.engine.backward_passes import BackwardPasses
     from framework.engine.compile_probe import CompileProbe
     from framework.engine.copies_ahead import BatchesAhead
+    from framework.engine.gradient_sums import GradientSums
     from framework.engine.rank_groups import RankGroups
     from framework.engine.shared_positions import PositionCheck
 
@@ -115,7 +115,7 @@ class PlainEngine(BaseEngine):
     def __init__(self, engine: deepspeed.DeepSpeedEngine, plan: Plan, task: Task) -> None:
         super().__init__(engine, plan, task, names=partial(names_of, engine.module))
         self._plan = plan
-        self._sums = sum_gradients(engine)
+        self._sums = _sum_gradients(engine)
         if plan.layout.tensor_size > 1:
             from framework.engine.tensor_check import GradientCheck
 
@@ -402,6 +402,15 @@ def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Tiles:
     from framework.engine.loss_tiles import loss_tiles
 
     return loss_tiles(model, plan, task)
+
+
+def _sum_gradients(engine: deepspeed.DeepSpeedEngine) -> GradientSums | None:
+    """Put sums of our own in place at stage 0, as `sum_gradients` does; return None at others."""
+    if engine.zero_optimization_stage() != 0:
+        return None
+    from framework.engine.gradient_sums import sum_gradients
+
+    return sum_gradients(engine)
 
 
 def _no_tiles(targets: Any) -> AbstractContextManager[None]:

@@ -208,11 +208,9 @@ class Stragglers:
         )
 
 
-def stragglers_of(plan: Plan, world_size: int) -> Stragglers | None:
-    """Make what looks for stragglers, or return None if ranks are not compared. Collective."""
+def stragglers_of(plan: Plan) -> Stragglers:
+    """Make what looks for stragglers among the ranks of a plan without stages. Collective."""
     layout = plan.layout
-    if world_size == 1 or layout.pipe_size > 1:
-        return None
     is_divided = max(layout.tensor_size, layout.sequence_size, layout.expert_size) > 1
     return Stragglers(
         gather(socket.gethostname()), sees_forward=plan.config.zero.stage < 3 and not is_divided

@@ -32,7 +32,6 @@ from framework.models.unsupported import (
     refuse_sparse_gradients,
 )
 from framework.plan.plan import Plan
-from framework.plan.zero_plus_plus import size_of_copies
 from framework.setup.prepare_run import Prepared
 from framework.setup.user_code import load_target
 from framework.system.log import print_line
@@ -181,7 +180,12 @@ def _group_of_copies(prepared: Prepared) -> Any:
     """Make the groups that share second copies of weights (hpZ), if the run has any; return this
     rank's for divided experts, or None without them. Collective.
     """
-    size = size_of_copies(prepared.plan.config)
+    config = prepared.plan.config
+    if config.zero.stage < 3:
+        return None
+    from framework.plan.zero_plus_plus import size_of_copies
+
+    size = size_of_copies(config)
     if size == 1:
         return None
     from framework.engine.zero_plus_plus import make_copy_groups

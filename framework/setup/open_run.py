@@ -35,7 +35,6 @@ from framework.train.bad_steps import LeftOut
 from framework.train.best import BestSoFar
 from framework.train.cadence import Minutes
 from framework.train.callbacks import Callbacks
-from framework.train.events import Events, note_closed
 from framework.train.hooks import Hooks, record_nothing
 from framework.train.monitors.base import Behind, HeldFolder, Monitor
 from framework.train.monitors.log_lines import LogLines
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from framework.engine.plain_engine import PlainEngine
     from framework.plan.balance import StageTable
     from framework.report.run_result import RunResult
+    from framework.train.events import Events
 
 
 @dataclass
@@ -120,6 +120,7 @@ class OpenRun:
         if the run was stopped; on rank 0, when the engine is closed.
         """
         from framework.report.end_summary import describe_goodput, print_end, write_report
+        from framework.train.events import note_closed
 
         plan = self.prepared.plan
         folder = self.folder.path
@@ -138,6 +139,8 @@ class OpenRun:
             yield
         except Exception as error:
             if rank() == 0:
+                from framework.train.events import Events
+
                 # the disk that refused the checkpoint may refuse this line too
                 with suppress(OSError):
                     Events.append(self.folder.events, "end", self.outcome.step, error=str(error))
@@ -161,6 +164,8 @@ class OpenRun:
 
         def add_monitors() -> tuple[int, Mapping[str, float]]:
             """Add the monitors of rank 0; return the counts that all ranks need."""
+            from framework.train.events import Events
+
             since = time.monotonic() - self.began
             events.append(Events(folder.events, from_step=start_step, seconds=since))
             changes = self._changes()

@@ -20,7 +20,6 @@ from framework.plan.plan import Plan
 from framework.setup.prepare_run import Prepared
 from framework.system.log import print_line
 from framework.train.bad_steps import LeftOut, noted_windows
-from framework.train.events import carry_over
 from framework.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -286,6 +285,8 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
         _remove_unfinished(folder)
     if moved is not None:
         print_line(f"{folder.path} held an earlier run; it is now {moved}")
+        from framework.train.events import carry_over
+
         carry_over(moved, folder.path)
     if start is not None and continues:
         from framework.setup.resumed_start import set_aside_steps_after

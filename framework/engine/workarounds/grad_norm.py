@@ -107,12 +107,8 @@ def norm_over_ranks(engine: deepspeed.DeepSpeedEngine) -> KeptNorm:
     return KeptNorm(engine, group=group, counts_whole=counts_whole)
 
 
-def keep_norm(engine: deepspeed.DeepSpeedEngine) -> KeptNorm | None:
-    """Put a `KeptNorm` in place of the engine's clipping and `zero_grad` if DeepSpeed would drop
-    the norm. Return it, or None if DeepSpeed's optimizer keeps the norm.
-    """
-    if engine.zero_optimization_stage() != 0 or engine.fp16_enabled() or engine.bfloat16_enabled():
-        return None
+def keep_norm(engine: deepspeed.DeepSpeedEngine) -> KeptNorm:
+    """Put a `KeptNorm` in place of the engine's clipping and `zero_grad`, and return it."""
     kept = norm_over_ranks(engine)
     engine.clip_fp32_gradients = kept
     engine.zero_grad = kept.forget_gradients
