@@ -102,5 +102,10 @@ def place_here(name: str) -> str:
     if name in OWNED:
         return f"DeepSpeed's {name} is {OWNED[name]} here"
     if name in PASSED_THROUGH:
-        return f"write it as deepspeed.{name}, where DeepSpeed's further keys go"
+        return place_of_further(name)
     return ""
+
+
+def place_of_further(key: str) -> str:
+    """Describe where a DeepSpeed key goes that has no key of its own; `key` may be dotted."""
+    return f"write it as deepspeed.{key}, where DeepSpeed's further keys go"

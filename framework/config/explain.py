@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from deepspeed_lint.text.document import KeyPath
 from deepspeed_lint.text.typos import nearest
 from framework.config.base import WORDS_OF_PATTERNS, Target, choices_of, members_of
-from framework.config.deepspeed_words import OWNED, TYPED, place_here
+from framework.config.deepspeed_words import OWNED, TYPED, place_here, place_of_further
 from framework.config.other_words import OtherWord, meaning, same_key, value_here
 from framework.errors import Problem, Written, show_value
 
@@ -275,7 +275,7 @@ def _further_key_of_zero(name: str) -> str:
     key = f"zero_optimization.{name}"
     if key in TYPED or load_table().exact(key) is None:
         return ""
-    return f"write it as deepspeed.{key}, where DeepSpeed's further keys go"
+    return place_of_further(key)
 
 
 def _name_of_other_tools(path: KeyPath, owner: Any, homes: Sequence[str]) -> str:
