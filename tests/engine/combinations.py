@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from framework.config.load import config_from_values
+from framework.config.run_config import RunConfig
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
@@ -30,6 +31,8 @@ from tests.engine import (
     test_tensor,
     test_tensor_adapters,
     test_tensor_pipe,
+    test_twin_flow,
+    test_zenflow,
 )
 from tests.places import ROOT
 
@@ -61,6 +64,7 @@ WAYS: Final[Mapping[str, Values]] = {
     "`parallel.expert`": {**_MIXED, "parallel": {"expert": 2}},
     "`training.lora`": {**_GPT, "training": {"lora": {"target_modules": ["query", "value"]}}},
 }
+_ADAM_ON_HOST: Final = {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}}
 # What else a run may have -> a config of it, and how it is known in one.
 FEATURES: Final[Mapping[str, Values]] = {
     "SGD": {"optimizer": {"kind": "sgd", "momentum": 0.9}},
@@ -74,6 +78,12 @@ FEATURES: Final[Mapping[str, Values]] = {
     "recomputation": {"training": {"recompute_every": 1}},
     "offload": {"zero": {"offload_optimizer": {"device": "cpu"}}},
     "NVMe": {"zero": {"offload_optimizer": {"device": "nvme", "nvme_path": "drive"}}},
+    "Twin-Flow": {**_ADAM_ON_HOST, "zero": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+    "ZenFlow": {
+        **_ADAM_ON_HOST,
+        "zero": {"offload_optimizer": {"device": "cpu", "zenflow": {"topk_ratio": 0.2}}},
+        "precision": {"dtype": "bf16"},
+    },
     "offloaded weights": {"zero": {"offload_param": {"device": "cpu"}}},
     "autocast": {"precision": {"dtype": "autocast"}},
     "bf16": {"precision": {"dtype": "bf16"}},
@@ -167,6 +177,8 @@ def proven() -> Iterator[Run]:
     yield from (Run(one.ranks, one.config(nowhere)) for one in (*test_nvme.TWO, *test_nvme.FOUR))
     for name, sections in test_own_optimizers.RUNS.items():
         yield Run(2, test_own_optimizers.config(name, nowhere, nowhere, **sections))
+    yield from (Run(2, one) for one in test_twin_flow.held_cases(nowhere, nowhere))
+    yield from (Run(test_zenflow.RANKS, one.config(nowhere)) for one in test_zenflow.HELD)
     yield from (Run(2, one) for one in test_lora.held_cases(nowhere))
     yield from (Run(ranks, one) for ranks, one in test_tensor_adapters.held_cases(nowhere))
 
@@ -196,10 +208,20 @@ def features_of(run: Run) -> set[str]:
         *(["clipping"] if config.training.clip_grad_norm else []),
         *(["EMA"] if config.training.ema else []),
         *(["recomputation"] if config.training.recompute_every else []),
-        *(["offload"] if config.zero.offload_optimizer.device == "cpu" else []),
+        *_optimizer_on_host(config),
         *(["NVMe"] if config.zero.offload_optimizer.device == "nvme" else []),
         *(["offloaded weights"] if config.zero.offload_param.device != "none" else []),
     }
+
+
+def _optimizer_on_host(config: RunConfig) -> list[str]:
+    """The way in which the optimizer's state is on the host, if it is."""
+    offload = config.zero.offload_optimizer
+    if offload.device != "cpu":
+        return []
+    if config.zero.zenflow is not None:
+        return ["ZenFlow"]
+    return ["Twin-Flow"] if offload.ratio < 1 else ["offload"]
 
 
 def refused(*sections: Values, stage: int) -> str:

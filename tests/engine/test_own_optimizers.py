@@ -245,12 +245,12 @@ MIXED: Final = {
     **SMALL,
     "moe": {"num_experts": 2, "capacity_factor": None, "balance_loss": 0.0, "every": 1},
 }
-_DIVIDED: Final = {"batch": {"global_size": 8, "micro_size": 4, "accumulation_steps": 2}}
+DIVIDED: Final = {"batch": {"global_size": 8, "micro_size": 4, "accumulation_steps": 2}}
 _MIXED_KINDS: Final = {"adamw_8bit": 1, "schedule_free": 0, "adafactor": 0, "lamb": 2, "nadam": 0}
 for _kind, _stage in _MIXED_KINDS.items():
     RUNS[f"{_kind}-tensor"] = {
         **OPTIMIZERS[_kind],
-        **_DIVIDED,
+        **DIVIDED,
         "zero": {"stage": _stage},
         "parallel": {"tensor": 2},
     }
@@ -296,12 +296,12 @@ MOVED: Final[dict[str, dict[str, Any]]] = {
     "adafactor-z2": {"zero": {"stage": 3}},
     "adafactor-z3": {"zero": {"stage": 0}},
     "adafactor-tensor": {**_ALONE, "zero": {"stage": 0}},
-    "adafactor-expert": {**_DIVIDED, "zero": {"stage": 3}, "parallel": {"tensor": 2}},
+    "adafactor-expert": {**DIVIDED, "zero": {"stage": 3}, "parallel": {"tensor": 2}},
     "lamb-z0": {"zero": {"stage": 1}},
     "lamb-z2": {"zero": {"stage": 3}},
     "lamb-z3": {"zero": {"stage": 0}},
     "lamb-tensor": {**_ALONE, "zero": {"stage": 0}},
-    "lamb-expert": {**_DIVIDED, "zero": {"stage": 0}, "parallel": {"tensor": 2}},
+    "lamb-expert": {**DIVIDED, "zero": {"stage": 0}, "parallel": {"tensor": 2}},
     "nadam-expert": {**_ALONE, "zero": {"stage": 3}},
 }
 

@@ -71,6 +71,8 @@ NOT_WITH_ZENFLOW: tuple[dict[str, Any], ...] = (
     {"precision": {"dtype": "bf16", "grad_reduction": "fp32"}},
     {"parallel": {"tensor": 2}},
     {"parallel": {"sequence": 2}},
+    {"model": {"kind": "gpt", "moe": {"num_experts": 2}}},
+    {"model": {"target": "own:Mixture"}, "parallel": {"expert": 2}},
     {"training": EMA},
     {"training": {"lora": {"target_modules": ["query"]}}},
     {"training": {"freeze": ["embed.*"]}},
