@@ -265,9 +265,9 @@ def _cut(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
 
 
 def sum_gradients(engine: deepspeed.DeepSpeedEngine) -> GradientSums | None:
-    """Put `GradientSums` in place at stage 0 if all gradients are dense, of one type and averaged over all
-    ranks, and leave out all sums if there is one rank. Return None for one rank, and if DeepSpeed's
-    sums stay.
+    """Put `GradientSums` in place at stage 0 if all gradients are dense, of one type and averaged
+    over all ranks, and leave out all sums if there is one rank. Return None for one rank, and if
+    DeepSpeed's sums stay.
     """
     if not (_averages_plainly(engine) and _has_one_dense_type(engine)):
         return None
