@@ -62,14 +62,14 @@ def complexities(files: list[Path]) -> tuple[float, list[str]]:
     the functions that have most, a line for each. The mean is 0 for fewer lines than
     `FEWEST_LINES`.
     """
-    from radon.complexity import cc_visit
+    from radon.complexity import cc_visit_ast
 
     counts: Counter[str] = Counter()
     values: list[int] = []
     complex_functions: list[tuple[int, str]] = []
     for file in files:
         counts.update(_counts(file))
-        for block in cc_visit(file.read_text(encoding="utf-8")):
+        for block in cc_visit_ast(tree(file)):
             values.append(block.complexity)
             if block.complexity > COMPLEX:
                 place = f"{file.relative_to(ROOT)}:{block.lineno}: {block.fullname}"
@@ -122,6 +122,7 @@ def remarks(file: Path) -> Iterator[str]:
         yield line.partition("#")[2]
 
 
+@cache
 def _counts(file: Path) -> Counter[str]:
     counts: Counter[str] = Counter()
     for node in nodes(file):

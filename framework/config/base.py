@@ -485,16 +485,23 @@ def _tag_of(member: type[Section]) -> str:
     return "object"
 
 
-@cache
 def _field_sentences(section: type[Section]) -> dict[str, str]:
     """Return the string literal under each field, by the field's name, of a class and its bases."""
     sentences: dict[str, str] = {}
     for cls in reversed([cls for cls in section.__mro__ if issubclass(cls, Section)]):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-        for lines in pairwise(definition.body):  # type: ignore[attr-defined]
-            match lines:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    sentences[name] = " ".join(text.split())
+        sentences |= _own_sentences(cls)
+    return sentences
+
+
+@cache
+def _own_sentences(section: type[Section]) -> dict[str, str]:
+    """Return the string literals under the fields that a class adds to its bases."""
+    sentences: dict[str, str] = {}
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    for lines in pairwise(definition.body):  # type: ignore[attr-defined]
+        match lines:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                sentences[name] = " ".join(text.split())
     return sentences
 
 

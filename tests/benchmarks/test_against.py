@@ -198,6 +198,7 @@ def test_the_session_on_a_gpu_names_files_that_are_there() -> None:
     assert tests <= set(files)
 
 
+@pytest.mark.slow
 def test_a_session_on_a_gpu_goes_on_behind_what_has_passed(tmp_path: Path) -> None:
     """In a process of its own: tests that pass, fail and are never reached."""
     folder = tmp_path / "tests"

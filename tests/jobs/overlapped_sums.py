@@ -197,8 +197,8 @@ def _beside_deepspeeds_own(precision: dict[str, Any], task: Task) -> dict[str, A
         "training": {"clip_grad_norm": 1.0},
     }
     prepared, weights = prepare(config_from_values(values)), []
-    for way in (gradient_sums.sum_gradients, lambda engine: None):
-        with mock.patch.object(plain_engine, "sum_gradients", way):
+    for way in (plain_engine._sum_gradients, lambda engine: None):
+        with mock.patch.object(plain_engine, "_sum_gradients", way):
             engine = build_engine(
                 prepared.plan, ds_config=prepared.ds_config, model=Net("branch"), task=task
             )

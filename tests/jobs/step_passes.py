@@ -134,7 +134,7 @@ def _counting(calls: Counter[str], name: str, function: Any) -> Any:
 def build(case: dict[str, Any], *, is_ours: bool) -> PlainEngine:
     values = {"data": {"target": "tests.jobs.step_passes:rows"}, "model": {"kind": "mlp"}}
     prepared = prepare(config_from_values({"batch": {"micro_size": ROWS}} | values | case))
-    shorten = base_engine._shorten_step if is_ours else lambda engine, **_: None
+    shorten = base_engine._shorten_step if is_ours else lambda engine, plan: None
     with mock.patch.object(base_engine, "_shorten_step", shorten):
         return build_engine(
             prepared.plan, ds_config=prepared.ds_config, model=Net(), task=Squares()

@@ -186,6 +186,7 @@ def orders(folder: Path, name: str) -> list[dict[str, object] | None]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_lost_host_is_called_again_with_what_is_known_of_the_restarts(
     path: str, tmp_path: Path
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_lost_host_is_called_again_with_what_is_known_of_the_restarts(
     assert err.count("a: ssh ended with 255; the host was not reached, or was lost") == 2
 
 
+@pytest.mark.slow
 def test_a_host_that_is_lost_more_often_than_the_job_may_start_again_is_given_up(
     path: str, tmp_path: Path
 ) -> None:
@@ -207,6 +209,7 @@ def test_a_host_that_is_lost_more_often_than_the_job_may_start_again_is_given_up
     assert [state and state["number"] for state in orders(tmp_path, "a")] == [None, 1, 2]
 
 
+@pytest.mark.slow
 def test_the_end_of_node_0_is_that_of_the_job_although_a_host_is_lost(
     path: str, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_all_call_each_other_and_see_one_folder(tmp_path: Path) -> None:
     assert (second, third) == ([], [])
 
 
+@pytest.mark.slow
 def test_a_node_that_is_missing_hides_nothing_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_node_that_is_missing_hides_nothing_of_the_others(
     assert (problem.kind, problem.file) == ("run-folder-not-shared", "node b")
 
 
+@pytest.mark.slow
 def test_a_mark_that_comes_late_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +85,7 @@ def test_a_mark_that_comes_late_is_waited_for(
     assert list(first[2].problems) == []
 
 
+@pytest.mark.slow
 def test_a_port_of_the_ranks_that_is_taken_is_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspecting, "MEET_SECONDS", 3.0)
     port = free_ports(2)
@@ -93,6 +96,7 @@ def test_a_port_of_the_ranks_that_is_taken_is_one_finding(monkeypatch: pytest.Mo
     ]
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_reach_node_0_reports_the_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -376,6 +376,7 @@ def test_a_node_that_has_lost_its_launcher_is_missed_and_stops_nothing_for_good(
     run(case())
 
 
+@pytest.mark.slow
 def test_a_node_0_that_has_lost_its_launcher_leaves_silently(tmp_path: Path) -> None:
     """The others take it for lost, and go on once it is back."""
 
