@@ -83,6 +83,11 @@ def explain(word: str, *, release: str | None = None) -> list[Explanation]:
     return [Explanation(without_variant(key.path), _rows_of_key(key, table)) for key in keys]
 
 
+def names_kind(word: str) -> bool:
+    """Check whether a word is a kind of problem that the linter finds."""
+    return word in _kinds()
+
+
 def _hint(word: str, table: KeyTable) -> str:
     guesses = table.nearest(word)
     kind = nearest(word, _kinds())

@@ -1,6 +1,8 @@
-"""Cause and fix of the kinds of problems that people meet most: what a message has no room for.
+"""Cause and fix of kinds of problems.
 
-`problems.yaml` is the one table of them: for `dsf keys KIND` and for the pages of problems.
+`problems.yaml` is the table of those that people meet most, with what a message has no room for:
+for `dsf keys KIND` and for the pages of problems. Kinds that it lacks are explained by the rows of
+the planner's rules, and by the linter.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ import posixpath
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +23,7 @@ from framework.system.output import write
 TABLE: Final = Path(__file__).with_name("problems.yaml")
 # The last words of a line that states a problem.
 _KIND: Final = re.compile(r"\[([a-z][a-z0-9]*(?:-[a-z0-9]+)+)\]$", re.MULTILINE)
+_FILLED_IN: Final = re.compile(r"\{([\w.]+)\}")
 _LINK: Final = re.compile(r"\]\(([^)#]*)[^)]*\)")
 _WIDEST: Final = 100
 _PAGES: Final = "docs/reference/problems"  # links of the table begin there
@@ -36,18 +40,19 @@ def explanations() -> Mapping[str, Mapping[str, str]]:
 
 
 def explain_kind(kind: str, *, width: int = _WIDEST) -> str | None:
-    """Return cause and fix of a kind in lines; None if the table does not have both."""
-    entry = explanations().get(kind, {})
-    if not {"cause", "cure"} <= set(entry):
-        return None
-    fold = partial(
-        textwrap.wrap,
-        width=width,
-        initial_indent="  ",
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    """Return cause and fix of a kind in lines; None if there is neither."""
+    if _is_in_table(kind):
+        return _explain_by_table(kind, width)
+    return _explain_by_rules(kind, width) or _explain_by_linter(kind)
+
+
+def _is_in_table(kind: str) -> bool:
+    return {"cause", "cure"} <= set(explanations().get(kind, {}))
+
+
+def _explain_by_table(kind: str, width: int) -> str:
+    entry = explanations()[kind]
+    fold = _folding(width)
     lines = [kind]
     lines += fold(f"cause: {entry['cause']}".replace("`", ""))
     lines += fold(f"fix: {entry['cure']}".replace("`", ""))
@@ -60,18 +65,60 @@ def explain_kind(kind: str, *, width: int = _WIDEST) -> str | None:
     return "\n".join(lines)
 
 
+def _explain_by_rules(kind: str, width: int) -> str | None:
+    """Return the ways in which the planner finds a kind, each with its key, and the source of the
+    rule; None for a kind that none of its rows finds.
+    """
+    from deepspeed_lint.rows import cases_of
+    from framework.plan.rules.base import read_rows
+
+    row = read_rows().get(kind)
+    if row is None:
+        return None
+    # several cases may be found for one reason
+    cases = dict.fromkeys(
+        (f"cause: {case['key']}: {case['reason']}", f"fix: {case['fix']}") for case in cases_of(row)
+    )
+    fold = _folding(width)
+    lines = [kind]
+    for sentence in (*chain.from_iterable(cases), f"source: {row['source']}"):
+        lines += fold(_FILLED_IN.sub(r"\1", sentence).replace("`", ""))
+    return "\n".join(lines)
+
+
+def _explain_by_linter(kind: str) -> str | None:
+    """Return the linter's explanation of a kind of its own; None for any other word."""
+    from deepspeed_lint.explain import explain, names_kind
+
+    if not names_kind(kind):
+        return None
+    return str(explain(kind)[0])
+
+
+def _folding(width: int) -> Callable[[str], list[str]]:
+    """Return a function that folds a text into lines of an entry."""
+    return partial(
+        textwrap.wrap,
+        width=width,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def kinds_in(lines: str) -> list[str]:
     """Return the kinds of problems that lines state."""
     return _KIND.findall(lines)
 
 
 def write_hint(kinds: Iterable[str]) -> None:
-    """Name the command for cause and fix of the first of some kinds that has them, on a
-    terminal.
+    """Name the command for cause and fix of the first of some kinds that the table has, on a
+    terminal: the others have them in their messages.
     """
     if not is_terminal(sys.stderr):
         return
     for kind in kinds:
-        if explain_kind(kind) is not None:
+        if _is_in_table(kind):
             write(sys.stderr, f"more: dsf keys {kind}\n")
             return

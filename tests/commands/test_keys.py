@@ -7,11 +7,13 @@ import re
 import pytest
 import yaml
 
+from deepspeed_lint.rows import cases_of
 from framework.cli import main
 from framework.commands.explained import explain_kind, explanations
 from framework.commands.keys import find_keys
 from framework.config.key_list import key_forms
 from framework.errors import EXIT_OK, EXIT_PROBLEMS
+from framework.plan.rules.base import read_rows
 from tests.places import ROOT
 from tools.docs_site.reference import config_keys
 
@@ -68,6 +70,30 @@ def test_a_kind_of_problem_is_explained_within_the_terminal(
         shown = explain_kind(kind)
         for page in re.findall(r"more: (.*)", shown or ""):
             assert (ROOT / page).is_file(), kind
+
+
+@pytest.mark.parametrize("kind", [*read_rows()])
+def test_a_kind_of_a_rule_is_explained_by_its_rows(kind: str) -> None:
+    shown = explain_kind(kind, width=80)
+    assert shown is not None
+    lines = shown.splitlines()
+    assert lines[0] == kind
+    assert max(map(len, lines)) <= 80
+    if kind not in explanations():
+        keys = {case["key"] for case in cases_of(read_rows()[kind])}
+        assert all(f"cause: {key}" in shown for key in keys)
+        assert "  fix: " in shown
+        assert "  source: " in shown
+
+
+def test_a_kind_of_the_linter_is_explained_by_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "[batch-arithmetic]"]) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "batch-arithmetic"
+    assert lines[2].startswith("  meaning    train_batch_size is not the micro-batch times")
+    # a key of DeepSpeed is none: it finds keys of a run config
+    assert main(["keys", "train_batch_size"]) == EXIT_OK
+    assert "batch.global_size" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["check", "zero.stage=2"], ["plan", "zero.stage=2"]], ids=str)

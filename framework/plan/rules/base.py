@@ -123,10 +123,16 @@ def nearest_divisor(number: int, *, near: int) -> int:
     raise ValueError(f"{number} has no divisor")
 
 
+def read_rows() -> dict[str, Row]:
+    """Read ``rules.json``: kind of problem -> row."""
+    text = Path(__file__).with_name("rules.json").read_text(encoding="utf-8")
+    rows: dict[str, Row] = json.loads(text)
+    return rows
+
+
 def list_rows() -> None:
     """List the rows of ``rules.json`` as rules."""
-    text = Path(__file__).with_name("rules.json").read_text(encoding="utf-8")
-    for kind, row in json.loads(text).items():
+    for kind, row in read_rows().items():
         find = _finder(cases_of(row))
         find.__name__ = kind.replace("-", "_")
         find.__doc__ = row["source"]
