@@ -126,11 +126,14 @@ class Registered:
     def broken(self, reason: str) -> ConfigError:
         """Return the error of a registered object that is of no use."""
         name = self.package.split()[0]
+        fix = f"fix or upgrade {name}, or uninstall it: pip uninstall {name}"
+        if self.package == OWN_PACKAGE:
+            fix = f"install {name} again"
         return ConfigError.of(
             "plug-in-broken",
             f"the package {self.package} registers {self.name} in {self.group} as {self.path}, and "
             f"{reason}",
-            f"fix or upgrade {name}, or uninstall it: pip uninstall {name}",
+            fix,
         )
 
 

@@ -139,6 +139,15 @@ def test_a_broken_package_is_one_line_with_its_name(
     )
 
 
+def test_what_is_built_in_is_not_to_be_uninstalled() -> None:
+    broken = registry.Registered("dsf.models", "net", "framework.no_such_module:Net")
+    with pytest.raises(ConfigError) as caught:
+        broken.load()
+    (problem,) = caught.value.problems
+    assert problem.fix.startswith("install ")
+    assert problem.fix.endswith(" again")
+
+
 def test_a_broken_package_does_not_hide_other_problems(install: Install) -> None:
     install("tiny-nets", "import no_such_module", models="tiny_net = tiny_nets:TinyNet")
     with pytest.raises(ConfigError) as caught:

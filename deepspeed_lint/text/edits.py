@@ -189,10 +189,11 @@ def clash(first: Edit, second: Edit) -> bool:
 
 
 def unified_diff(before: str, after: str, name: str) -> str:
-    """Format the changes as `diff -u` does; characters that would control the terminal are shown as
-    escapes.
+    """Return a unified diff. Characters that would control the terminal are shown as escapes; line
+    ends are not compared.
     """
-    # what stands behind the last line end is no line
+    name = visible(name, keeps="")
+    # a line end at the end of the text begins no other line
     if before.endswith("\n") and after.endswith("\n"):
         before = before[:-1]
         after = after[:-1]

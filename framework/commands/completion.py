@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -51,8 +52,9 @@ _dsf() {
 complete -o filenames -F _dsf dsf
 """
 _COMPLETES_WORDS: Final = {"bash": "_dsf_words", "zsh": "_dsf_words", "fish": "(_dsf_words)"}
-_FOLDERS: Final = ("FOLDER", "DIR", "OUT_DIR")
-_FILES: Final = ("FILE", "HOSTFILE", "PATH", "OUT")
+# Words that name the value of an argument in the help, such as FILE in ``FILE.html``.
+_FOLDERS: Final = frozenset({"FOLDER", "DIR", "OUT_DIR", "RUN", "CHECKPOINT"})
+_FILES: Final = frozenset({"FILE", "HOSTFILE", "PATH", "OUT", "LOG"})
 
 
 def main(words: Sequence[str]) -> int:
@@ -123,14 +125,15 @@ def parser_of(command: Callable[[Sequence[str]], int]) -> CommandParser | None:
 
 
 def _add_completion(action: argparse.Action, file: CompleteType, folder: CompleteType) -> None:
-    """Let an argument be completed: a positional one by files and settings, an option by what its
-    value is called in the help.
+    """Set how a shell completes an argument: by what its value is called in the help, and other
+    positional arguments by files and settings. shtab itself completes choices.
     """
     if action.choices is not None:
         return
-    if not action.option_strings:
-        action.complete = _COMPLETES_WORDS  # type: ignore[attr-defined]
-    elif action.metavar in _FOLDERS:
+    names = set(re.split(r"[|.]", str(action.metavar)))
+    if names & _FOLDERS:
         action.complete = folder  # type: ignore[attr-defined]
-    elif action.metavar in _FILES:
+    elif not action.option_strings:
+        action.complete = _COMPLETES_WORDS  # type: ignore[attr-defined]
+    elif names & _FILES:
         action.complete = file  # type: ignore[attr-defined]

@@ -69,7 +69,10 @@ def _time_and_costs(
 
 
 def answer_to(question: Question) -> Answer:
-    """Estimate the plan's memory and time, and search for strategies."""
+    """Estimate the plan's memory and time, search for strategies, and describe both in lines and as
+    plain values. If neither the plan nor a strategy fits, search all keys, and list other runs that
+    fit if that finds none. If memory cannot be estimated, the answer is the reason alone.
+    """
     plan = question.plan
     target = question.target
     try:

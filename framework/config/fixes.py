@@ -49,7 +49,8 @@ _KIND_ALIKE: Final = 0.8  # a kind changes what the run does: "fp61" could be fp
 
 
 def fixed_run_config(text: str, path: Path, *, name: str) -> str:
-    """Return the text of a run config with every problem fixed that has one safe fix.
+    """Return the text of a run config with every problem fixed that has one safe fix, by 100 edits
+    at most.
 
     Args:
         text: content of the file.

@@ -151,14 +151,18 @@ def load_known(
 ) -> tuple[RunConfig, frozenset[str], Source]:
     """Read what can be read of a file that `load_with_source` refuses.
 
-    A section is unknown if a problem is in it, or if it may be meant by a misplaced key. Where the
-    file has a section that does not exist, all sections that it leaves out may be meant.
+    A section is unknown if a problem is in it, or if an unknown key of another section may belong
+    to it. Where the file has a section that does not exist, which may be misspelt, every section
+    that the file leaves out is unknown.
 
     Returns:
-        The config of the known sections, the names of the unknown ones, and the source.
+        The config of the known sections, in which the unknown ones have their defaults; the names
+        of the unknown ones; and the source.
 
     Raises:
-        ConfigError: the file is no mapping of sections, or an override does not go with it.
+        ConfigError: the file is no mapping of sections, or an override is given twice or is not in
+            a section.
+        UsageError: an override is not ``key=value``.
     """
     values, source = _with_overrides(deepcopy(document), overrides)
     try:

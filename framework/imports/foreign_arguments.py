@@ -419,19 +419,14 @@ def _is_another_kind(section: Values, json_section: Values) -> bool:
     return any(section.get(tag) != json_section.get(tag) for tag in tags)
 
 
-def disagreement(key: str, json_value: Any, argument: str, value: Any, reason: str) -> Problem:
-    """Build the problem of a JSON key and an argument with two values."""
-    message = (
-        f"given or by default, it differs: the DeepSpeed JSON has {key} = "
-        f"{show_value(json_value)}, and {reason}"
-    )
-    return Problem(
-        "sources-disagree",
-        message,
-        'write one value in both, or "auto" in the JSON',
-        argument,
-        value,
-    )
+def disagreement(
+    key: str, json_value: Any, argument: str, value: Any, reason: str, fix: str
+) -> Problem:
+    """Build the problem of a key of a DeepSpeed JSON that contradicts an argument; `reason` ends
+    the sentence.
+    """
+    message = f"the DeepSpeed JSON has {key} = {show_value(json_value)}, and {reason}"
+    return Problem("sources-disagree", message, fix, argument, value)
 
 
 def refused_beside_json(argument: str, value: Any, reason: str) -> Problem:

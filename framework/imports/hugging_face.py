@@ -324,17 +324,17 @@ def _find_mismatches(arguments: ForeignArguments, config: Mapping[str, Any]) -> 
     have others; "auto" matches any (transformers/integrations/deepspeed.py
     `HfTrainerDeepSpeedConfig`).
     """
-    reason = "the Trainer refuses values that mismatch"
+    reason = "the Trainer refuses another value than its argument's, given or by default"
+    fix = 'write one value in both, or "auto" in the JSON'
     for key, value, argument in _compared(arguments):
         json_value = value_at(config, key.split("."), None)
         if json_value not in (None, "auto") and json_value != value:
-            yield disagreement(key, json_value, argument, value, reason)
+            yield disagreement(key, json_value, argument, value, reason, fix)
     yield from _find_uneven_batch(arguments, config.get("train_batch_size"))
 
 
 def _find_uneven_batch(arguments: ForeignArguments, global_size: Any) -> Iterator[Problem]:
     """Find a batch of the JSON that is no multiple of what a device takes in a step."""
-    reason = "the Trainer refuses values that mismatch"
     micro_size = arguments.take("per_device_train_batch_size")
     steps = arguments.take("gradient_accumulation_steps")
     are_numbers = all(isinstance(size, int) for size in (global_size, micro_size, steps))
@@ -344,7 +344,9 @@ def _find_uneven_batch(arguments: ForeignArguments, global_size: Any) -> Iterato
             global_size,
             "per_device_train_batch_size",
             micro_size,
-            f"{reason}, whatever the number of devices",
+            "the Trainer refuses a batch that is no multiple of what a device takes in a step, "
+            f"{micro_size} x {steps}",
+            'write a multiple, or "auto" in the JSON',
         )
 
 

@@ -297,15 +297,17 @@ def _find_refused(arguments: ForeignArguments, config: Mapping[str, Any]) -> Ite
     if key in config:
         reason = "Lightning refuses the key there, as accumulate_grad_batches sets it"
         value = arguments.take("accumulate_grad_batches")
-        yield disagreement(key, config[key], "accumulate_grad_batches", value, reason)
+        fix = "remove it from the JSON"
+        yield disagreement(key, config[key], "accumulate_grad_batches", value, reason, fix)
     precision = str(arguments.take("precision") or "32-true")
     dtype = _half_of(precision)
     if not dtype:
         return
     other = _OTHER_HALF[dtype]
     if dtype not in config and value_at(config, [other, "enabled"], None) is True:
-        reason = f"Lightning adds {dtype} to it, of which DeepSpeed refuses the two"
-        yield disagreement(f"{other}.enabled", True, "precision", precision, reason)
+        reason = f"Lightning adds {dtype} to it: DeepSpeed refuses both at once"
+        fix = f"remove {other} from the JSON, or change precision"
+        yield disagreement(f"{other}.enabled", True, "precision", precision, reason, fix)
 
 
 # Sections beside the trainer.

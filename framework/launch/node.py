@@ -507,7 +507,9 @@ async def _run(
 
 
 def _port_problems(topology: HostTopology) -> Sequence[Problem]:
-    """Return why ranks cannot listen on node 0; the other nodes would wait for them."""
+    """Return the problems of the port where the ranks of several nodes meet, if this is node 0: the
+    other nodes would wait for it in vain.
+    """
     if topology.node_rank != 0 or topology.nnodes == 1:
         return ()
     try:

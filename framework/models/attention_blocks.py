@@ -36,11 +36,11 @@ def block_forward(
     Args:
         query: (rows, heads, queries, head size).
         key: (rows, heads, keys, head size).
-        value: (rows, heads, keys, size of its own).
-        mask: bool, of the pairs that are seen, broadcast to (rows, heads, queries, keys).
-        is_causal: a query sees the keys up to its own place.
+        value: (rows, heads, keys, value size).
+        mask: bool, True where a query sees a key; broadcastable to (rows, heads, queries, keys).
+        is_causal: query i sees keys 0 to i; there are as many queries as keys then.
         dropout: share of the weights that are set to zero.
-        scale: of the scores.
+        scale: factor of the scores.
 
     Returns:
         The weighted values, (rows, heads, queries, size of a value); the logarithms of the sums of

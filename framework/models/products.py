@@ -157,13 +157,13 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        saved = ctx.saved_tensors  # once: layers that are recomputed have them once
+        saved = ctx.saved_tensors  # read once: a layer that is recomputed gives them once alone
         input = saved[0]
         weights = saved[1:]
         needs_input = ctx.needs_input_grad[0]
         needs_weight = ctx.needs_input_grad[2 : 2 + len(ctx.sizes)]
         needs_bias = ctx.needs_input_grad[2 + len(ctx.sizes) :]
-        # With some of the layers frozen, each has products of its own.
+        # If some of the layers are frozen, the gradients of each are computed by themselves.
         is_joined = ctx.is_joined and len(set(needs_weight)) == len(set(needs_bias)) == 1
         parts = list(gradients)
         if is_joined:

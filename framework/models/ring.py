@@ -72,7 +72,7 @@ def seen_pieces(ring: Ring, length: int, mask: Tensor | None, *, is_causal: bool
         ring: the ranks.
         length: positions of a chunk.
         mask: bool over all positions, (batch or 1, heads or 1, positions or 1, positions).
-        is_causal: a position sees none behind itself.
+        is_causal: a position sees no later one.
     """
 
     def pieces(source: int) -> Sequence[Piece]:

@@ -18,11 +18,11 @@ from framework.plan.search_space import (
     FOR_LENGTH,
     KERNEL,
     MICRO,
-    OF_FEW,
     OFFLOAD,
     PARAMS,
     PIPE,
     RECOMPUTE,
+    SELDOM_SET,
     SEQUENCE,
     STAGE,
     STRATEGY,
@@ -74,18 +74,20 @@ class Candidate:
             MICRO: layout.micro_size,
             ACCUMULATION: layout.accumulation_steps,
         }
-        for key, value in self._of_few.items():
-            if value != OF_FEW[key]:
+        for key, value in self._seldom_set.items():
+            if value != SELDOM_SET[key]:
                 choice[key] = value
         return choice
 
     @property
-    def _of_few(self) -> dict[str, Any]:
-        """Values of the keys that few strategies have."""
+    def _seldom_set(self) -> dict[str, Any]:
+        """Values of the keys that most strategies leave at their defaults; `choice` has those that
+        differ.
+        """
         config = self.plan.config
         values = {
             PARAMS: config.zero.offload_param.device,
-            KERNEL: getattr(config.optimizer, "implementation", OF_FEW[KERNEL]),
+            KERNEL: getattr(config.optimizer, "implementation", SELDOM_SET[KERNEL]),
             EXPERT: self.plan.layout.expert_size,
         }
         for key in FOR_LENGTH:
@@ -94,8 +96,8 @@ class Candidate:
 
     def changes(self, planned: Candidate) -> dict[str, Any]:
         """Return the part of the choice that differs from a planned candidate's."""
-        before = dict(OF_FEW) | planned.choice
-        choice = dict(OF_FEW) | self.choice
+        before = dict(SELDOM_SET) | planned.choice
+        choice = dict(SELDOM_SET) | self.choice
         return {key: value for key, value in choice.items() if value != before[key]}
 
     @property

@@ -22,10 +22,10 @@ from framework.plan.search_space import (
     KERNEL,
     MICRO,
     MLP_TILE,
-    OF_FEW,
     OFFLOAD,
     PARAMS,
     RECOMPUTE,
+    SELDOM_SET,
     SIZES,
     STAGE,
     Request,
@@ -156,5 +156,5 @@ def _found(request: Request, key: str, planned: Candidate) -> KeyCost | None:
     changes = best.changes(planned)
     if not changes:
         return None
-    value = (dict(OF_FEW) | dict(planned.choice))[key]
+    value = (dict(SELDOM_SET) | dict(planned.choice))[key]
     return KeyCost(key, value, 1 - before / speed, changes, speed)

@@ -21,14 +21,15 @@ LookAtFiles = Callable[[Any, ModelSection], tuple[Iterable[Problem], int | None]
 def look_at_data(
     config: RunConfig, *, data_elsewhere: bool = True
 ) -> tuple[list[Problem], int | None]:
-    """Look at the files of the data, as its kind does (`Dataset.looks_at_files`).
+    """Look at the files of the data by the function that its kind names (`Dataset.looks_at_files`).
 
     Args:
         config: of the run.
-        data_elsewhere: a folder that is not here is a warning, no error.
+        data_elsewhere: report a missing folder as a warning, since another machine may have it;
+            otherwise as an error.
 
     Returns:
-        What is wrong with the data, and the number of training samples; None if it is not known.
+        The problems of the data, and the number of training samples, None if it is not known.
     """
     data = config.data
     if not isinstance(data, Dataset) or not data.looks_at_files:

@@ -39,10 +39,10 @@ SIZES: Final = (PIPE, TENSOR, SEQUENCE)
 """Sizes of ranks that train on the same samples."""
 FOR_LENGTH: Final[Settings] = {HOW: None, ACTIVATIONS: False, MLP_TILE: 0}
 """Keys of memory for long sequences, with their plainest values; few strategies have them."""
-OF_FEW: Final[Settings] = {PARAMS: "none", KERNEL: "auto", EXPERT: 1, **FOR_LENGTH}
-"""Keys that few strategies have, with the values that all others have."""
-STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, *SIZES, *OF_FEW)
-USUAL: Final[Settings] = {OFFLOAD: "none", RECOMPUTE: 0, **OF_FEW, **dict.fromkeys(SIZES, 1)}
+SELDOM_SET: Final[Settings] = {PARAMS: "none", KERNEL: "auto", EXPERT: 1, **FOR_LENGTH}
+"""Keys that few strategies set, with their defaults."""
+STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, *SIZES, *SELDOM_SET)
+USUAL: Final[Settings] = {OFFLOAD: "none", RECOMPUTE: 0, **SELDOM_SET, **dict.fromkeys(SIZES, 1)}
 """The plainest value of each key of a strategy but the stage."""
 WITHOUT_BATCH: Final = frozenset({STAGE, OFFLOAD, PARAMS, KERNEL, RECOMPUTE, *FOR_LENGTH})
 """Keys of a strategy that leave every rank its batch."""

@@ -189,8 +189,8 @@ def label_below(frame: Frame, x: float, label: str) -> str:
 
 
 def make_legend(entries: Sequence[tuple[str, str]], width: float) -> tuple[str, float]:
-    """Return the legend below the title, in lines of at most `width` pixels, and the height where
-    the drawing may begin. An entry is a label and the SVG of its symbol.
+    """Return the legend below the title, in lines of at most `width` pixels, and the y coordinate
+    where the drawing may begin. An entry is a label and the SVG of its symbol.
     """
     x = 6.0
     y = 38.0

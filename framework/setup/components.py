@@ -327,7 +327,10 @@ def model_builder(
 
 
 def _built_by(build: Callable[[], Any], config: RunConfig | None) -> torch.nn.Module:
-    """Return the model that a function of the user's builds; a `PipelineModule` as its layers."""
+    """Build the user's model and return it as a module: a `PipelineModule`, or a list of layers,
+    becomes a `LayeredModel`. Arguments of a `PipelineModule` are checked against `config`, if
+    given.
+    """
     from framework.models.layer_specs import check_arguments_of, is_pipeline, pipelines_unbuilt
 
     with pipelines_unbuilt():

@@ -232,7 +232,7 @@ class OpenRun:
 
 
 def build_trainer(run: OpenRun) -> Trainer:
-    """Build the Trainer of a run with its data and its monitors. Collective."""
+    """Open the monitors and the events of a run, and build its Trainer. Collective; called once."""
     prepared = run.prepared
     engine = run.engine
     start = run.start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pty
 import select
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.commands.completion import SHELLS, script
+from framework.commands.completion import _COMPLETES_WORDS, SHELLS, _add_completion, script
 
 pytestmark = pytest.mark.slow  # commands that need torch import it
 
@@ -45,6 +46,31 @@ def needs(shell: str) -> str:
 def output(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("names", "metavar", "completed"),
+    [
+        (["run"], "RUN", "folder"),
+        (["checkpoint"], "CHECKPOINT|RUN", "folder"),
+        (["--trust"], "FOLDER", "folder"),
+        (["--out"], "FILE.html", "file"),
+        (["--tokenizer"], "bytes|FILE.json", "file"),
+        (["--explain-oom"], "LOG", "file"),
+        (["file"], "FILE|key=value", "words"),
+        (["config"], "CONFIG key=value", "words"),
+        (["--steps"], "N", ""),
+    ],
+)
+def test_an_argument_is_completed_by_what_its_value_is_called(
+    names: list[str], metavar: str, completed: str
+) -> None:
+    action = argparse.ArgumentParser().add_argument(*names, metavar=metavar)
+    file = dict.fromkeys(SHELLS, "file")
+    folder = dict.fromkeys(SHELLS, "folder")
+    _add_completion(action, file, folder)
+    words = {"folder": folder, "file": file, "words": _COMPLETES_WORDS, "": None}
+    assert getattr(action, "complete", None) == words[completed]
 
 
 def test_bash_completes(scripts: Path) -> None:

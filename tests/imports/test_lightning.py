@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from framework.config.load import config_from_values
-from tests.imports.trainer_files import imported, refused
+from tests.imports.trainer_files import disagreements, imported
 
 LIGHTNING = """
 seed_everything: 7
@@ -99,4 +99,11 @@ def test_lightnings_strategy_config_wins_and_is_refused_where_lightning_does() -
     assert left.values["training"]["clip_grad_norm"] == 0.5, "Lightning writes it into the JSON"
     options["config"] = config | {"gradient_accumulation_steps": 4}
     values = {"trainer": trainer | {"strategy": strategy, "precision": "16-mixed"}}
-    assert refused(values) == [("accumulate_grad_batches", 4), ("precision", "16-mixed")]
+    both = disagreements(values)
+    assert [(each.key, each.value) for each in both] == [
+        ("accumulate_grad_batches", 4),
+        ("precision", "16-mixed"),
+    ]
+    # refused where it has the argument's own value as well
+    assert both[0].fix == "remove it from the JSON"
+    assert both[1].fix == "remove bf16 from the JSON, or change precision"

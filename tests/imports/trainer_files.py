@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from deepspeed_lint.text.document import Document, parse_document
 from framework.config.load import config_from_values
-from framework.errors import ConfigError
+from framework.errors import ConfigError, Problem
 from framework.imports.deepspeed import Imported, run_config_text
 from framework.imports.trainers import import_arguments
 
@@ -29,7 +30,11 @@ def hugging_face(**values: Any) -> Any:
 
 
 def refused(values: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(problem.key, problem.value) for problem in disagreements(values)]
+
+
+def disagreements(values: dict[str, Any]) -> Sequence[Problem]:
     with pytest.raises(ConfigError) as caught:
         imported(values)
     assert {problem.kind for problem in caught.value.problems} == {"sources-disagree"}
-    return [(problem.key, problem.value) for problem in caught.value.problems]
+    return caught.value.problems

@@ -126,7 +126,8 @@ def _heading(request: K8sRequest, words: Sequence[str]) -> str:
     namespace = ""
     if request.namespace:
         namespace = f"-n {request.namespace} "
-    logs = f"kubectl logs -f -l app.kubernetes.io/instance={request.name} --prefix --tail=-1"
+    label = f"app.kubernetes.io/instance={request.name}"
+    logs = f"kubectl logs {namespace}-f -l {label} --prefix --tail=-1"
     if request.nodes > _LOGS_AT_ONCE:
         logs += f" --max-log-requests={request.nodes}"
     return (

@@ -22,6 +22,7 @@ from framework.hosts.devices import (
 from framework.plan.cluster import Cluster
 
 _SECONDS: Final = 10
+_MOST_LISTED: Final = 3  # processes of a GPU in a message
 _PER_GPU: Final = (
     "index",
     "uuid",
@@ -137,22 +138,31 @@ def _gpu_problems(gpus: Sequence[Row], processes: Sequence[Row]) -> Iterator[Pro
 
 
 def _about_use(gpu: Row, processes: Sequence[Row]) -> Iterator[Problem]:
-    """Warn if a process other than this one and its parent uses the GPU, or holds its memory."""
+    """Warn if a process other than this one and its parent uses the GPU, or if more than 1 GiB is
+    in use and no process is listed.
+    """
     label = f"GPU {gpu['index']}"
     own = {os.getpid(), os.getppid()}
-    others = []
-    for process in processes:
-        if process["gpu_uuid"] == gpu["uuid"] and _number(process["pid"]) not in own:
-            others.append(f"{process['process_name']} (pid {process['pid']})")
+    there = [process for process in processes if process["gpu_uuid"] == gpu["uuid"]]
+    others = [
+        f"{process['process_name']} (pid {process['pid']})"
+        for process in there
+        if _number(process["pid"]) not in own
+    ]
     used = _number(gpu["memory.used"]) * MIB
     value = f"{size_text(used)} used"
     if others:
-        listed = ", ".join(others[:3])
-        reason = f"another process computes there: {listed}"
-        fix = "end it, or choose others with CUDA_VISIBLE_DEVICES"
+        listed = ", ".join(others[:_MOST_LISTED])
+        if len(others) > _MOST_LISTED:
+            listed += f" and {len(others) - _MOST_LISTED} more"
+        reason = f"in use by {listed}"
+        fix = "end it, or choose other GPUs with CUDA_VISIBLE_DEVICES"
         yield warning("gpu-busy", reason, fix, key=label, value=value)
-    elif used > GIB:
-        reason = "no process is seen there, it may run in another container or have left it behind"
+    elif used > GIB and not there:
+        reason = (
+            "no process is listed: one in another container may hold it, or one that ended has "
+            "left it behind"
+        )
         fix = "look with nvidia-smi on the host"
         yield warning("gpu-memory-used", reason, fix, key=label, value=value)
 

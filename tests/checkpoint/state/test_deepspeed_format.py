@@ -321,6 +321,17 @@ def test_damage_that_can_be_found_is_reported(
     assert not (tmp_path / "copy" / "trace").exists()
 
 
+def test_a_parameter_without_numbers_is_reported(raw: Path, tmp_path: Path) -> None:
+    shutil.copytree(raw / "z3", tmp_path / "copy")
+    folder = tmp_path / "copy" / f"global_step{STEPS}"
+    for file in folder.glob("*model_states.pt"):
+        content = torch.load(file, weights_only=False)
+        content["param_shapes"][-1]["more.weight"] = torch.Size((3, 2))
+        torch.save(content, file)
+    with pytest.raises(StorageError, match="holds fewer numbers than the parameters have"):
+        export(str(folder), tmp_path / "out", allow_unverified=True)
+
+
 @pytest.mark.parametrize("tag", ["../z2/global_step3", "/etc", "", ".", "a/b", "x" * 300])
 def test_a_tag_names_no_other_place(tag: str, raw: Path, tmp_path: Path) -> None:
     (tmp_path / "latest").write_text(tag)

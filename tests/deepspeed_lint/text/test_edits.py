@@ -301,6 +301,7 @@ def test_a_diff_cannot_write_to_the_terminal() -> None:
     assert (
         diff == '--- ds.json\n+++ ds.json\n@@ -1 +1 @@\n-{"a": 1} # \\x1b[2J\n+{"b": 1} # \\x1b[2J'
     )
+    assert "\x1b" not in unified_diff("a", "b", "\x1b[2J.json")
 
 
 @pytest.mark.slow

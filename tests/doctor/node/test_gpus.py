@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.doctor.node.gpus import check_devices
+from framework.doctor.node.gpus import _about_use, check_devices
 from framework.doctor.node.requirements import Requirements
 from framework.hosts import devices
 from framework.plan.cluster import Cluster
@@ -102,6 +102,22 @@ def test_memory_without_a_known_process(tmp_path: Path) -> None:
     assert look(tmp_path, [FINE[0].replace(" 4,", " 40000,"), FINE[1]]) == [
         ("gpu-memory-used", "GPU 0")
     ]
+
+
+def test_memory_of_this_process_is_no_finding(tmp_path: Path) -> None:
+    gpus = [FINE[0].replace(" 4,", " 40000,"), FINE[1]]
+    assert look(tmp_path, gpus, f"GPU-a, {os.getpid()}, python, 39000\n") == []
+
+
+def test_many_processes_are_counted() -> None:
+    gpu = {"index": "0", "uuid": "GPU-a", "memory.used": "40000"}
+    processes = [
+        {"gpu_uuid": "GPU-a", "pid": str(10**7 + number), "process_name": "python"}
+        for number in range(5)
+    ]
+    (problem,) = _about_use(gpu, processes)
+    listed = ", ".join(f"python (pid {10**7 + number})" for number in range(3))
+    assert problem.reason == f"in use by {listed} and 2 more"
 
 
 @pytest.mark.parametrize(
