@@ -70,9 +70,9 @@ def explain(word: str, *, release: str | None = None) -> list[Explanation]:
     Raises:
         UsageError: neither a kind nor a key has this name.
     """
-    kinds = _kinds()
-    if word in kinds:
-        return [Explanation(word, kinds[word])]
+    of_kind = explain_kind(word)
+    if of_kind is not None:
+        return [of_kind]
     table = load_table(release)
     keys = list(_find_keys(table, word))
     if not keys:
@@ -83,9 +83,12 @@ def explain(word: str, *, release: str | None = None) -> list[Explanation]:
     return [Explanation(without_variant(key.path), _rows_of_key(key, table)) for key in keys]
 
 
-def names_kind(word: str) -> bool:
-    """Check whether a word is a kind of problem that the linter finds."""
-    return word in _kinds()
+def explain_kind(word: str) -> Explanation | None:
+    """Explain a kind of problem; None for a word that is none."""
+    rows = _kinds().get(word)
+    if rows is None:
+        return None
+    return Explanation(word, rows)
 
 
 def _hint(word: str, table: KeyTable) -> str:

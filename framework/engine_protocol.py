@@ -354,7 +354,7 @@ def evaluate_sets(
     Args:
         engine: with the weights.
         sets: their batches by name.
-        is_stopping: as of `Engine.evaluate`.
+        is_stopping: as in `Engine.evaluate`.
         tables: on rank 0 gets the metrics that are matrices, by the same names.
     """
     metrics: dict[str, float] = {}

@@ -302,7 +302,7 @@ class OpenEngine(WeightDoors):
             )
         if self._passes.num_passes:
             raise UsageError(
-                "train_step: a backward before it was not stepped with; call step() behind it"
+                "train_step: a backward before it was not stepped with; call step() after it"
             )
         self._passes.refuse_broken("train_step")
         self._do_left_work()

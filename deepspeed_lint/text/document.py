@@ -217,7 +217,7 @@ def _read_part(descriptor: int, most: int) -> bytes | None:
 
 
 def read_document(path: Path, *, name: str) -> Document:
-    """Read a config file; errors as of `read_text` and `parse_document`."""
+    """Read a config file; errors as in `read_text` and `parse_document`."""
     return document_of(read_text(path, name=name), path, name=name)
 
 

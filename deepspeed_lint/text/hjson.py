@@ -89,7 +89,7 @@ def parse_hjson(text: str, *, name: str) -> Document:
 
 
 class _Reader(Builder):
-    """Walks the text once; methods take an offset, and return what they read and the offset behind
+    """Walks the text once; methods take an offset, and return what they read and the offset after
     it.
 
     Nesting is bounded, so they may recurse.
@@ -279,7 +279,7 @@ class _Reader(Builder):
     # ---- words
 
     def _skip(self, at: int) -> int:
-        """Return the offset behind blanks and comments."""
+        """Return the offset after blanks and comments."""
         text = self.text
         while True:
             at = _match(_SPACE, text, at).end()
@@ -296,7 +296,7 @@ class _Reader(Builder):
                 return at
 
     def _key(self, at: int) -> tuple[str, int]:
-        """Return the name of a key, and the offset behind it as it is written."""
+        """Return the name of a key, and the offset after it as it is written."""
         if self.text.startswith(('"', "'"), at):
             return self._quoted(at)
         match = _match(_KEY, self.text, at)

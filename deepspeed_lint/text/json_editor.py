@@ -27,7 +27,7 @@ class EditError(Exception):
 
 @dataclass
 class _Value:
-    """A new member's value: a plain one, or text as it stood behind a key, with the indentation of
+    """A new member's value: a plain one, or text as it stood after a key, with the indentation of
     its line there.
     """
 
@@ -102,7 +102,7 @@ class JsonEditor:
         self._add(path, _Value(value))
 
     def move(self, path: KeyPath, to: KeyPath) -> None:
-        """Put the text of a member, from behind its key, at another place."""
+        """Put the text of a member, from after its key, at another place."""
         self.remove(path)
         span = self.spans[path]
         tail = self.text[self._key(path)[1] : span.value[1]]
@@ -247,7 +247,7 @@ class JsonEditor:
         return span.start, span.value[1], self._members(new, indent=self._own_indent(last))
 
     def _append(self, last: KeyPath, new: _New) -> Splice:
-        """Write new members behind the last one: on lines of their own where it has one."""
+        """Write new members after the last one: on lines of their own where it has one."""
         end = self.spans[last].value[1]
         indent = self._own_indent(last)
         members = self._members(new, indent=indent)
@@ -295,7 +295,7 @@ class JsonEditor:
 
 
 def _comma(span: Span) -> list[_Extent]:
-    """Return the extent of the comma behind a member; nothing if it has none."""
+    """Return the extent of the comma after a member; nothing if it has none."""
     if span.comma is None:
         return []
     return [(span.comma, span.comma + 1)]

@@ -10,7 +10,7 @@ _LONGEST_HEADER: Final = 100_000_000  # the format's
 
 
 def read_object(file: Path, *, is_header: bool = False) -> dict[str, Any] | None:
-    """Read the JSON object in a file, or in its header: behind the length at its beginning. None
+    """Read the JSON object in a file, or in its header: after the length at its beginning. None
     if it cannot be read.
     """
     try:

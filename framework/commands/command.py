@@ -24,7 +24,7 @@ class Command:
         name: the word that calls it.
         help: a line for the list of all commands.
         add_arguments: adds the arguments to a parser. An argument `words` with ``nargs="*"`` gets
-            the settings `key=value`, also those behind options.
+            the settings `key=value`, also those after options.
         run: runs the command with its arguments and returns the exit code; a FrameworkError of
             `framework.errors` ends it with one line.
     """
@@ -35,6 +35,6 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
     def main(self, words: Sequence[str]) -> int:
-        """Run the command with the words behind its name; returns the exit code."""
+        """Run the command with the words after its name; returns the exit code."""
         arguments = parse_command(self.name, self.add_arguments, words, description=self.help)
         return self.run(arguments)

@@ -43,7 +43,7 @@ function _dsf_words
 end
 """,
 }
-# bash: no blank and no backslash behind a key and its equals sign.
+# bash: no blank and no backslash after a key and its equals sign.
 _AFTER_BASH: Final = """
 _dsf() {
   _shtab_dsf

@@ -121,7 +121,7 @@ def _options(arguments: argparse.Namespace) -> DoctorOptions:
 
 
 def _config_and_settings(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """Return the run config, or None, and the settings behind it."""
+    """Return the run config, or None, and the settings after it."""
     if not words:
         return None, ()
     if "=" in words[0] and not Path(words[0]).exists():

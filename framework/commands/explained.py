@@ -88,11 +88,12 @@ def _explain_by_rules(kind: str, width: int) -> str | None:
 
 def _explain_by_linter(kind: str) -> str | None:
     """Return the linter's explanation of a kind of its own; None for any other word."""
-    from deepspeed_lint.explain import explain, names_kind
+    from deepspeed_lint.explain import explain_kind as explain_kind_of_linter
 
-    if not names_kind(kind):
+    explanation = explain_kind_of_linter(kind)
+    if explanation is None:
         return None
-    return str(explain(kind)[0])
+    return str(explanation)
 
 
 def _folding(width: int) -> Callable[[str], list[str]]:

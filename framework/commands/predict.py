@@ -1,7 +1,7 @@
 """``predict CHECKPOINT INPUT... --out FILE``: the outputs of a trained model for files that its run
 would read as data, images, rows of numbers or lines of text; and `framework.predict`.
 
-FILE gets a line of JSON for each input, in order; a command that was interrupted continues behind
+FILE gets a line of JSON for each input, in order; a command that was interrupted continues after
 the lines that FILE has. Each of n ranks takes every n-th batch, and rank 0 writes.
 """
 
@@ -171,7 +171,7 @@ class Rows:
             raise failure
 
     def _write(self, text: bytes) -> None:
-        """Write text behind the complete rows; on an OSError the file gets its earlier length."""
+        """Write text after the complete rows; on an OSError the file gets its earlier length."""
         if os.path.lexists(self.file):
             mode = "r+b"
         else:

@@ -35,7 +35,7 @@ class AnyCommand(Protocol):
         """Its line in the list of all commands."""
 
     def main(self, words: Sequence[str]) -> int:
-        """Run it with the words behind its name; returns the exit code."""
+        """Run it with the words after its name; returns the exit code."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class BuiltIn:
 
     Attributes:
         name: the words that call it, with a line of help in `framework.system.command_names`.
-        place: of a function that gets the words behind the name and returns the exit code, as
+        place: of a function that gets the words after the name and returns the exit code, as
             ``module:function``.
         needs_torch: whether its module needs more than the base install.
     """
@@ -119,7 +119,7 @@ _MOST_WORDS: Final = 2  # in a command's name
 
 
 def find_command(words: Sequence[str]) -> tuple[AnyCommand, Sequence[str]]:
-    """Return the command that the words begin with, and the words behind its name.
+    """Return the command that the words begin with, and the words after its name.
 
     Raises:
         UsageError: there is no such command.

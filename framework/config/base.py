@@ -61,7 +61,7 @@ def _as_text(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 PositiveCount = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-# Limits stand before the validator: pydantic leaves limits behind it out of the JSON Schema.
+# Limits stand before the validator: pydantic leaves limits after it out of the JSON Schema.
 EvenCount = Annotated[int, Field(ge=2, multiple_of=2), BeforeValidator(_whole)]
 CountFromTwo = Annotated[int, Field(ge=2), BeforeValidator(_whole)]
 CountFromEight = Annotated[int, Field(ge=8), BeforeValidator(_whole)]

@@ -206,7 +206,7 @@ def _add(root: CommentedMap, path: KeyPath, value: Any, comment: CommentToken | 
 
 
 def _append(section: CommentedMap, key: Any, value: Any, comment: CommentToken | None) -> None:
-    """Put a member behind the last one, whose token also has the lines below the section."""
+    """Put a member after the last one, whose token also has the lines below the section."""
     below = _take_below(section)
     section[key] = value
     if comment is None and below is None:
@@ -224,7 +224,7 @@ def _append(section: CommentedMap, key: Any, value: Any, comment: CommentToken |
 
 def _line_comment(section: CommentedMap, key: Any) -> CommentToken | None:
     """Return the comment in a member's line, or None."""
-    tokens = section.ca.items.get(key)  # the third one stands behind the value
+    tokens = section.ca.items.get(key)  # the third one stands after the value
     if not tokens or tokens[2] is None or not tokens[2].value.startswith("#"):
         return None
     comment: CommentToken = tokens[2]
@@ -235,7 +235,7 @@ def _take_below(section: CommentedMap) -> str | None:
     """Take the lines below the last member out of its token, and return them."""
     last: Any = section
     while isinstance(last, (dict, list)) and last:
-        place = 0  # of the token behind a value among the tokens of a member
+        place = 0  # of the token after a value among the tokens of a member
         key: Any = len(last) - 1
         if isinstance(last, dict):
             place = 2
@@ -287,7 +287,7 @@ def _merged(
     for piece in _pieces(file_lines, before):
         places = range(piece.begin, piece.end)
         if not places or all(place in kept for place in places):
-            # The edits change none of these lines: they stay as the file has them, behind new ones.
+            # The edits change none of these lines: they stay as the file has them, after new ones.
             if places:
                 yield from _ended(after[done : kept[piece.begin]], newline)
                 done = kept[piece.end - 1] + 1

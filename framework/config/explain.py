@@ -411,7 +411,7 @@ def _kind_for(
 
 
 def _other_words_in(section: Mapping[str, Any], path: KeyPath, union: Any) -> str:
-    """Return what keys of other tools mean in a section without a kind, to stand behind a fix: a
+    """Return what keys of other tools mean in a section without a kind, to stand after a fix: a
     kind that is written as a switch, such as `bf16: true`, or another name of a key.
     """
     tag_key, choices = choices_of(union)

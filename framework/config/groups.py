@@ -236,7 +236,7 @@ def _depth_of(name: str, depths: Mapping[str, int]) -> int:
 
 ALL_LINEAR: Final = "all-linear"
 LORA: Final = ".lora_"
-"""Part of the names of all weights of adapters, behind the name of the module that they belong
+"""Part of the names of all weights of adapters, after the name of the module that they belong
 to.
 """
 

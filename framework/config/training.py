@@ -64,7 +64,7 @@ class LoRA(Section):
 
     target_modules: list[str] | str
     """The modules that get adapters: linear layers, convolutions, embeddings. A list: whole names,
-    or what names end with behind a dot, as ``[query, value]``. Text: a regular expression for whole
+    or their ends after a dot, as ``[query, value]``. Text: a regular expression for whole
     names, or ``all-linear``.
     """
     r: PositiveCount = 8

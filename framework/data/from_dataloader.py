@@ -216,7 +216,7 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
 
     Raises:
         ConfigError: kind ``loader-not-taken``: its dataset makes its batches, its sampler divides
-            over ranks, or its `worker_init_fn` may divide a stream; kind ``sampler-order``: as of
+            over ranks, or its `worker_init_fn` may divide a stream; kind ``sampler-order``: as in
             `TakenBatches`.
     """
     if not isinstance(given, DataLoader):

@@ -42,7 +42,7 @@ def bucketed(
     steps: int,
 ) -> Any:
     """Return a function that `MicroBatchSampler` takes as `order_of`: of an epoch (`epoch=`), it
-    returns the order with steps of like lengths. Arguments are as of `_bucketed_order`.
+    returns the order with steps of like lengths. Arguments are as in `_bucketed_order`.
     """
     return partial(_bucketed_order, order_of, lengths, positions, seed=seed, size=size, steps=steps)
 

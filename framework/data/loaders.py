@@ -295,7 +295,7 @@ class EvalLoader:
         """Divide the dataset, map-style and not empty; nothing is read yet.
 
         All ranks together read the first `max_samples`. Workers stay for the next evaluation: each
-        fork of a large rank is slow. `claims` is as of `Reading`.
+        fork of a large rank is slow. `claims` is as in `Reading`.
         """
         self._claims = claims
         self._dataset = dataset

@@ -168,7 +168,7 @@ def order_of_epoch(
     num_samples: int, *, seed: int, epoch: int, shuffle: bool, version: int
 ) -> Order:
     """Return the order in which an epoch visits the samples, as a function of positions. Arguments
-    are as of `epoch_order`.
+    are as in `epoch_order`.
     """
     if not shuffle:
         return lambda positions: positions
@@ -218,7 +218,7 @@ class MicroBatchSampler:
         """Describe the stream; every iteration starts anew.
 
         Args:
-            num_samples: as of `epoch_order`; so are `seed` and `shuffle`.
+            num_samples: as in `epoch_order`; so are `seed` and `shuffle`.
             share: of this rank.
             start_step: counted from the beginning of the run; epoch e starts at step e x
                 floor(num_samples / global_size).

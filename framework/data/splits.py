@@ -157,7 +157,7 @@ _NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 
 
 def _problem_of(dataset: object, origin: _Origin, *, name: str) -> Problem | None:
-    """Return why the dataset `name` (as of `Splits.by_name`) cannot be read, or None if it can."""
+    """Return why the dataset `name` (as in `Splits.by_name`) cannot be read, or None if it can."""
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
     usual_fix = (
         f"{origin.give} a map-style dataset with __len__ and __getitem__, a stream with "

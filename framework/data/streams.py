@@ -417,7 +417,7 @@ def _concatenate(parts: Sequence[Any]) -> Any:
 
 
 class StreamEvalLoader:
-    """Batches of one rank as (batch, counts), as of `EvalLoader`. A source in fewer parts than
+    """Batches of one rank as (batch, counts), as in `EvalLoader`. A source in fewer parts than
     ranks is read whole by every rank, and each keeps its own batches.
     """
 

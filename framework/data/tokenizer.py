@@ -62,7 +62,7 @@ class ByteTokenizer:
 class LibraryTokenizer:
     """A tokenizer of the library `tokenizers`. If it has an end token it gets no further one, so
     that a published vocabulary keeps the size that published models have; otherwise an end token is
-    added behind its own tokens.
+    added after its own tokens.
     """
 
     kind: Literal["bytes", "library"] = "library"

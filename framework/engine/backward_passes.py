@@ -27,7 +27,7 @@ from framework.tasks.loss_checks import refuse_without_graph
 _OFFLOAD = (
     "DeepSpeed keeps the last pass's gradient alone with offload_optimizer at ZeRO stages 1 and "
     "2; add the losses and call backward once, or count the passes as batch.accumulation_steps, "
-    "with step() behind each"
+    "with step() after each"
 )
 
 

@@ -3,7 +3,7 @@ on the device, left out, computed once more.
 
 Whether a step is bad is decided from the loss and the norm of all ranks, alike on all of them, and
 noted in a table that is read at logged points. To leave the update out, torch's fused Adam reads
-the decision on the device. For any other optimizer the host reads it, behind the norm that
+the decision on the device. For any other optimizer the host reads it, after the norm that
 DeepSpeed 0.19.8 waits for at ZeRO 1 to 3 anyway.
 """
 

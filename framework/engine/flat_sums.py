@@ -131,7 +131,7 @@ class _Piece(NamedTuple):
 
 
 class _Shares:
-    """How gradients are cut into the shares of ranks, of all groups one behind the other, and these
+    """How gradients are cut into the shares of ranks, of all groups one after the other, and these
     into messages.
 
     Attributes:

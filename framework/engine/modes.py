@@ -66,7 +66,7 @@ class Modes:
                     set_by_user[part] = part.training
         elif rank() == 0:
             print_line(
-                "note: a callback left the whole model in evaluation mode; behind this evaluation "
+                "note: a callback left the whole model in evaluation mode; after this evaluation "
                 "it is in training mode again"
             )
         self._engine.eval()

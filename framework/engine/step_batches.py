@@ -34,7 +34,7 @@ class Streams(Protocol):
         ...
 
     def mark(self) -> Any:
-        """Return an event behind all copies so far."""
+        """Return an event after all copies so far."""
         ...
 
     def wait(self, event: Any) -> None:
@@ -66,7 +66,7 @@ class CopiedBatch:
     Attributes:
         batch: its tensors are on the device once `copied` has passed; all else is as it was.
         tensors: the copies in it.
-        copied: event behind them.
+        copied: event after them.
     """
 
     batch: Any

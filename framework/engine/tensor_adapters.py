@@ -47,7 +47,7 @@ def add_divided_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Modul
         The model, changed in place.
 
     Raises:
-        ConfigError: as of `add_adapters`.
+        ConfigError: as in `add_adapters`.
     """
     from peft.tuners.lora import LoraLayer
 

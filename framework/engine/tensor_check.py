@@ -77,7 +77,7 @@ class GradientCheck:
         """End a step; the first one is compared at once.
 
         Raises:
-            ConfigError: as of `compare`.
+            ConfigError: as in `compare`.
         """
         for hook in self._hooks:
             hook.remove()

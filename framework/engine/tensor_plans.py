@@ -26,7 +26,7 @@ _TRANSFORMERS_SPLITS: Final = {
     "colwise_rep": "column_gathered",
     "embedding_rowwise": "vocabulary",
     "replicated_with_grad_allreduce": "summed",
-    "rowwise_split_input": "replicated",  # behind norms over joined outputs of column layers
+    "rowwise_split_input": "replicated",  # after norms over joined outputs of column layers
 }
 
 

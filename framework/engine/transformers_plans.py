@@ -37,7 +37,7 @@ def _block(
     Args:
         attention: module with these projections, which alone read its first input.
         projections: layers of query, key and value in the attention.
-        output: layer behind the attention.
+        output: layer after the attention.
         perceptron: its two layers.
         counts: attributes of the attention that count what a rank has a part of.
     """

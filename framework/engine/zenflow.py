@@ -205,7 +205,7 @@ class ZenFlowSteps:
 
     def _choose(self, bucket: Tensor, num_columns: int, dtype: torch.dtype) -> None:
         """Stand in for `update_selected_channels`: choose columns by a bucket of gradients, one
-        weight behind the other.
+        weight after the other.
         """
         matrices: list[Tensor] = []
         start = 0

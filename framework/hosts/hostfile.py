@@ -72,7 +72,7 @@ def is_host(name: str) -> bool:
     if ":" not in name:
         return bool(_NAME.fullmatch(name))
     try:
-        # An interface, behind %, means something to one host only.
+        # An interface, after %, means something to one host only.
         return ipaddress.ip_address(name).version == 6 and "%" not in name
     except ValueError:
         return False

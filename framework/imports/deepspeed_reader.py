@@ -148,7 +148,7 @@ class DeepSpeedReader:
         if key is None or "[" in key.path or "*" in key.path:
             return written
         if written.startswith("bfloat16"):
-            return f"bf16{written[8:]}"  # what is behind "bfloat16"
+            return f"bf16{written[8:]}"  # what is after "bfloat16"
         return key.path
 
     def settle(self, section: str) -> None:

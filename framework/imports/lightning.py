@@ -215,7 +215,7 @@ def _name_and_options(strategy: Any) -> tuple[str, WatchedSection]:
 
 
 def _named_options(name: re.Match[str]) -> Values:
-    """Return the options behind a name such as ``deepspeed_stage_3_offload``."""
+    """Return the options after a name such as ``deepspeed_stage_3_offload``."""
     options: Values = {"stage": int(name["stage"] or 2)}
     if name["offload"]:
         device = "nvme" if name["nvme"] else "cpu"

@@ -312,7 +312,7 @@ def _parsed(
         grouped: heading in the help of the options that go with a hostfile; empty: none.
 
     Raises:
-        UsageError: the run config is missing, or stands behind a setting.
+        UsageError: the run config is missing, or stands after a setting.
     """
     parser = CommandParser(
         prog=f"dsf {command}",

@@ -83,7 +83,7 @@ def block_backward(
 
     Args:
         gradient: of `mixed`.
-        query, key, value, mask, is_causal, dropout, scale: as of `block_forward`.
+        query, key, value, mask, is_causal, dropout, scale: as in `block_forward`.
         mixed: weighted values over all keys, not over this set alone.
         sums: logarithms of the sums over all keys.
         state: the third result of `block_forward`.

@@ -76,7 +76,7 @@ class CompiledModules:
 
         torch.compiler.reset()  # graphs of earlier runs count against torch's limit as well
         # torch counts graphs by the code, which blocks of one class share: a ResNet's differ in
-        # width and stride, and behind the limit all of them would run as written.
+        # width and stride, and after the limit all of them would run as written.
         least = _GRAPHS_PER_MODULE * len(self.modules)
         self._set(dynamo, "recompile_limit", max(dynamo.recompile_limit, least))
         self._keep_no_cache()

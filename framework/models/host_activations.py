@@ -70,7 +70,7 @@ class Copies(Protocol):
         """Return host memory (size,) for copies; RuntimeError if there is none."""
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
-        """Begin a copy behind all that the computing stream was given so far; return a mark."""
+        """Begin a copy after all that the computing stream was given so far; return a mark."""
 
     def wait(self, mark: Any) -> None:
         """Let what the computing stream is given from now on wait for the copy of a mark."""
@@ -137,7 +137,7 @@ def _unpin(pinned: list[Tensor]) -> None:
 
 
 def _forget_error(device: torch.device) -> None:
-    """Take the last error out of CUDA's memory, where the check behind the next kernel would find
+    """Take the last error out of CUDA's memory, where the check after the next kernel would find
     it: the run would end for a copy that it can do without.
     """
     with suppress(RuntimeError):

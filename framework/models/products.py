@@ -4,13 +4,13 @@ The layers keep their weights and names, so that checkpoints, published names, a
 of weights and divisions over ranks stay as with separate layers. Joined, they are one product
 forward, and one for each gradient backward. Their weights are joined
 
-- without a copy where they lie one behind the other in memory, as in the flat buffers of ZeRO 1
+- without a copy where they lie one after the other in memory, as in the flat buffers of ZeRO 1
   and 2;
 - by the copy in half precision that autocast makes of them anyway;
 - by a copy, where that is little against what the products read and write.
 
 Elsewhere each layer has its own product, but the gradient of the input is summed up by the
-products themselves, in place of additions behind them. Compiled graphs get the plain layers:
+products themselves, in place of additions after them. Compiled graphs get the plain layers:
 there, what follows adds their gradients up as it reads them.
 """
 
@@ -199,7 +199,7 @@ def _of_layers(gradients: list[Tensor | None], ctx: Any) -> list[Tensor | None]:
 
 
 def _rows_in(dtype: torch.dtype, tensors: Sequence[Any]) -> list[Tensor]:
-    """Copy tensors into one, one behind the other in another type; return its parts."""
+    """Copy tensors into one, one after the other in another type; return its parts."""
     sizes = [len(tensor) for tensor in tensors]
     first = tensors[0]
     joined = first.new_empty((sum(sizes), *first.shape[1:]), dtype=dtype)

@@ -1,6 +1,6 @@
 """Frozen linear layers in 4 or 8 bits under adapters: QLoRA (Dettmers et al. 2023).
 
-A layer keeps one row of bytes, its codes and behind them its scales in fp32, as a weight without a
+A layer keeps one row of bytes, its codes and after them its scales in fp32, as a weight without a
 gradient: ZeRO sends and partitions it as any other, and no cast to another precision reaches it.
 Both passes make the matrix anew, and autograd keeps the bytes alone.
 
@@ -36,7 +36,7 @@ _LARGEST: Final = 127  # of an int8, the same on both sides of zero
 
 
 def quantize(weight: Tensor, form: Quantization) -> Tensor:
-    """Return the bytes of a matrix: codes, and behind them the scales in fp32."""
+    """Return the bytes of a matrix: codes, and after them the scales in fp32."""
     numbers = weight.detach().float()
     if form == "int8":
         scales = numbers.abs().amax(dim=1) / _LARGEST

@@ -3,7 +3,7 @@ and a ring around it where ranks are more than heads (`framework.models.ring`).
 
 All layers but attention work on each position alone, and so on this rank's part of them. Before
 attention an all-to-all gives every rank all positions of its share of the heads, and another one
-behind it gives back its share of positions. As many neighbouring ranks as divide the heads do so;
+after it gives back its share of positions. As many neighbouring ranks as divide the heads do so;
 where the group has more of them, each such team gets a chunk of the positions alone, and the ranks
 of all teams with the same heads are a ring (Fang and Zhao 2024, "USP: A Unified Sequence
 Parallelism Approach for Long Context Generative AI").
@@ -290,7 +290,7 @@ def own_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any
 ) -> Tensor:
     """Compute `scaled_dot_product_attention` over the positions of this rank; arguments and result
-    are as of `attend`.
+    are as in `attend`.
     """
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1 and mask is not None:  # no fast kernel takes both

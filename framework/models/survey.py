@@ -113,7 +113,7 @@ def _survey_layers(
     leave: Callable[[Any], Any] | None,
     counts_flops: bool = False,
 ) -> Iterator[Surveyed]:
-    """Run layer after layer, and yield what each has shown; arguments are as of `survey`.
+    """Run layer after layer, and yield what each has shown; arguments are as in `survey`.
 
     `value` is the input of the first layer; `make` returns the module of the layer of a number. The
     weights in `frozen` lose their gradient.

@@ -431,7 +431,7 @@ def _tile_gradient(
         bias: (the same number,), or None.
         local: targets (positions,) int64, any token for a position without one.
         counts: whether a position has a target (positions,).
-        num_tokens: behind them are filled up rows.
+        num_tokens: after them are filled up rows.
 
     Returns:
         The gradient, 0 without a target, in shape and type of the logits, and the cross-entropy

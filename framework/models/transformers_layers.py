@@ -37,7 +37,7 @@ class Beside:
 
     Attributes:
         inputs: the model's inputs beside its tokens, in the order of `TransformersLayers.names`.
-        calls: arguments of each decoder layer behind the first, and its named ones.
+        calls: arguments of each decoder layer after the first, and its named ones.
     """
 
     inputs: tuple[Tensor, ...]

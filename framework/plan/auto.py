@@ -273,7 +273,7 @@ def chosen_here(
     stderr.
 
     `saved_manifest`: reads the manifest of the checkpoint to go on from, empty without one; it is
-    called only if a key is `auto`. Errors as of `resolve`.
+    called only if a key is `auto`. Errors as in `resolve`.
     """
     if not config.auto:
         return config

@@ -126,5 +126,5 @@ def flatten(tape: Tape, value: Value) -> Value:
 
 
 def with_arguments(operation: Callable[..., Value], *args: Any, **options: Any) -> Run:
-    """Return a run that calls an operation of a tape with these arguments behind the value."""
+    """Return a run that calls an operation of a tape with these arguments after the value."""
     return lambda tape, value: operation(tape, value, *args, **options)

@@ -274,7 +274,7 @@ def _memory(
     pipeline: PipelineStage | None = None,
     num_elsewhere: int = 0,
 ) -> Memory:
-    """Return the memory of one rank, but for `Memory.stage` and `lacks`; arguments as of
+    """Return the memory of one rank, but for `Memory.stage` and `lacks`; arguments as in
     `RankMemory`.
     """
     rank = RankMemory(plan, work, passes, pipeline, num_elsewhere)

@@ -586,7 +586,7 @@ class RankMemory:
 
     @cached_property
     def held(self) -> list[tuple[int, int]]:
-        """Elements of each weight, trained or frozen, and its numbers, as of `frozen_numbers`;
+        """Elements of each weight, trained or frozen, and its numbers, as in `frozen_numbers`;
         without experts that no other rank has: their share is the weight.
         """
         shared = [group for group in self.groups if group.num_ranks > 1 or self.ranks == 1]

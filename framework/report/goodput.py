@@ -431,7 +431,7 @@ def _clock_shift(attempt: _Attempt, later: _Attempt) -> float:
     machines differ.
 
     If both starts have the time since the same boot, which no program sets, that time decides.
-    Otherwise `later` is moved behind the last sign of life of `attempt`.
+    Otherwise `later` is moved after the last sign of life of `attempt`.
     """
     start = attempt.events[0]
     resume = later.events[0]

@@ -224,7 +224,7 @@ def _has_only_grown(path: Path, place: ReadPosition | None) -> bool:
 
 
 def _read_metrics(run: RunRecords, most_points: int | None) -> None:
-    """Read the lines of metrics.jsonl behind its place in `run.places`: every n-th, all with
+    """Read the lines of metrics.jsonl after its place in `run.places`: every n-th, all with
     evaluations, and the last.
     """
     stride = _stride(run.folder / "metrics.jsonl", most_points)
@@ -365,7 +365,7 @@ def _lines(
     run: RunRecords, name: str, place: ReadPosition, *, is_expected: bool = True
 ) -> Iterator[bytes]:
     """Yield the lines of a file of the run from `place` on that end with a newline, and move
-    `place` behind each; note a file that is missing, or cut off.
+    `place` after each; note a file that is missing, or cut off.
 
     A kill may leave half a line behind, even one that can be read. A line that is too long is
     damaged.

@@ -31,7 +31,7 @@ class Series:
     values: list[float] = field(default_factory=list)
     thinning: Thinning = "extremes"
     _stride: int = 1  # points that were added for each that is kept
-    _num_thinned: int = 0  # of the points that are kept; those behind them are as they were added
+    _num_thinned: int = 0  # of the points that are kept; those after them are as they were added
 
     @property
     def is_thinned(self) -> bool:
@@ -71,7 +71,7 @@ class Series:
             self._put(0, len(steps), pairs)
 
     def _thin_tail(self, num: int) -> None:
-        """Replace the first `num` points behind the thinned ones by two."""
+        """Replace the first `num` points after the thinned ones by two."""
         begin = self._num_thinned
         end = begin + num
         kept = self._two_of(begin, end)

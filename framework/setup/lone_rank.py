@@ -37,7 +37,7 @@ class LoneRank:
         """Leave this rank's part of the weights in a model, and of the vocabulary in its task.
 
         Raises:
-            ConfigError: as of `TensorCut`.
+            ConfigError: as in `TensorCut`.
         """
         if self.tensor is None:
             return model

@@ -134,7 +134,7 @@ class OpenRun:
 
     @contextmanager
     def recording_failure(self) -> Iterator[None]:
-        """Record an error behind the loop as the end of the run: the loop has noted its own end."""
+        """Record an error after the loop as the end of the run: the loop has noted its own end."""
         try:
             yield
         except Exception as error:
@@ -204,7 +204,7 @@ class OpenRun:
 
     def train_data(self, *, for_engine: bool = False) -> TrainData:
         """Return this rank's loader of the training data, in the order that the run began with;
-        `for_engine` is as of `make_train_loader`.
+        `for_engine` is as in `make_train_loader`.
         """
         plan = self.prepared.plan
         parts = self.prepared.parts

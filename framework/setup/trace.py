@@ -87,7 +87,7 @@ def _trace_rank(
     *,
     expert: int,
 ) -> ModelWork:
-    """Return the work of one rank on one micro-batch; arguments and errors as of `trace_work`."""
+    """Return the work of one rank on one micro-batch; arguments and errors as in `trace_work`."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = build_weightless(parts.build_model, fake)
     _refuse_recurrent(model)

@@ -37,8 +37,8 @@ def parse_command(
     *,
     description: str | None = None,
 ) -> argparse.Namespace:
-    """Parse the words behind a command's name. Settings (``key=value``), if the command has the
-    positional argument `words`, may stand before, between and behind options: argparse alone takes
+    """Parse the words after a command's name. Settings (``key=value``), if the command has the
+    positional argument `words`, may stand before, between and after options: argparse alone takes
     positional words from one place only.
 
     Args:

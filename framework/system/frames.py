@@ -49,7 +49,7 @@ def current_frames() -> dict[int, FrameType]:
 def is_at_prompt(thread: int) -> bool:
     """Check whether code that this package has called is in a debugger, or in a prompt of its own.
 
-    `thread` is its identifier, as of `threading.get_ident`.
+    `thread` is its identifier, as in `threading.get_ident`.
 
     The frames of a notebook or of IPython are around the call, so that they do not count. A tracer,
     such as one that measures coverage, has no frames.

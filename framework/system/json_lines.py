@@ -88,7 +88,7 @@ class MessageReader:
 
         Raises:
             TimeoutError: no message has come.
-            BadLineError: a line has come that is no message; the next call reads on behind it.
+            BadLineError: a line has come that is no message; the next call reads on after it.
         """
         milliseconds = None if timeout is None else math.ceil(timeout * 1000)
         while not self._buffer.lines:

@@ -139,7 +139,7 @@ class KeptFile:
         self._torn_at: int | None = None  # size of the file before a record that it has a part of
 
     def append(self, record: bytes, *, step: int | None = None) -> None:
-        """Write a record behind all that wait; `step`: for the warning if it is lost."""
+        """Write a record after all that wait; `step`: for the warning if it is lost."""
         self._records.append((record, step))
         self._num_bytes += len(record)
         if not self._troubles.is_waiting:

@@ -21,7 +21,7 @@ def free_port() -> int:
     If possible, it is a port that the kernel does not hand out by itself, so that no other program
     gets it in the seconds until a rank listens there.
     """
-    outside = range(_last_given() + 1, _LARGEST)  # not _LARGEST: an agent uses the port behind
+    outside = range(_last_given() + 1, _LARGEST)  # not _LARGEST: an agent uses the port after
     if len(outside) >= _ENOUGH:
         for port in random.SystemRandom().sample(outside, _TRIES):
             with suppress(OSError):

@@ -170,7 +170,7 @@ class RunFolder:
                 place.rmdir()
 
     def _take(self, *, fresh: bool) -> Path | None:
-        """Make and lock the folder; arguments, result and errors are as of `open`, but OSErrors."""
+        """Make and lock the folder; arguments, result and errors are as in `open`, but OSErrors."""
         self.path.mkdir(parents=True, exist_ok=True)
         names = {entry.name for entry in self.path.iterdir()}
         if fresh and names and not names & _FILES_OF_A_RUN:

@@ -27,6 +27,8 @@ DOORS = {
     "key_files": {"was_off"},
     "facts": {"DEPRECATED", "Facts", "dotted", "leaves", "value_at"},
     "rules.silent": {"UNSWITCHED"},
+    # what a kind of problem means
+    "explain": {"explain_kind"},
     # rows of rules.json
     "rows": {"Finding", "Row", "cases_of", "findings", "is_between"},
 }

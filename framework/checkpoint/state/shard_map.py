@@ -495,7 +495,7 @@ def _stage3_weights(
     packed: Mapping[str, int],
 ) -> Iterator[tuple[str, Stored]]:
     """Yield the weights of stage 3: an equal piece of every parameter from every rank that holds
-    it; then the frozen ones, which no optimizer has. `experts` and `packed` are as of
+    it; then the frozen ones, which no optimizer has. `experts` and `packed` are as in
     `_stage12_weights`.
     """
     ranks = _files_of_stage(optimizers)

@@ -10,7 +10,7 @@ from framework.deploy.k8s.read_manifests import ManifestPart, Workload
 from framework.deploy.k8s.render import JOB_NAME_LABEL
 from framework.deploy.options import LONGEST_LABEL, SERVICE_NAME
 
-# The dash and five characters that a controller puts behind the name of a pod.
+# The dash and five characters that a controller puts after the name of a pod.
 _POD_SUFFIX: Final = 6
 
 

@@ -76,7 +76,7 @@ def _grace(work: Workload) -> Findings:
 
 
 def _framework_arguments(words: Sequence[str]) -> Sequence[str]:
-    """Return the words behind our command line; none if process 1 is something else."""
+    """Return the words after our command line; none if process 1 is something else."""
     own_words = list(itertools.dropwhile(_is_of_wrapper, words))
     if not own_words:
         return []

@@ -314,7 +314,7 @@ def _annotations(request: K8sRequest) -> dict[str, Any]:
 
 
 def _conditions(request: K8sRequest) -> dict[str, Any]:
-    """Return the names that stand behind ``if`` and ``unless`` in ``objects.yaml``."""
+    """Return the names that stand after ``if`` and ``unless`` in ``objects.yaml``."""
     kind = request.kind
     is_root = request.run_as_user == 0
     needs_own_node = request.nodes > 1 and not request.share_nodes

@@ -152,10 +152,7 @@ def _about_use(gpu: Row, processes: Sequence[Row]) -> Iterator[Problem]:
     used = _number(gpu["memory.used"]) * MIB
     value = f"{size_text(used)} used"
     if others:
-        listed = ", ".join(others[:_MOST_LISTED])
-        if len(others) > _MOST_LISTED:
-            listed += f" and {len(others) - _MOST_LISTED} more"
-        reason = f"in use by {listed}"
+        reason = f"in use by {_listed(others)}"
         fix = "end it, or choose other GPUs with CUDA_VISIBLE_DEVICES"
         yield warning("gpu-busy", reason, fix, key=label, value=value)
     elif used > GIB and not there:
@@ -165,6 +162,14 @@ def _about_use(gpu: Row, processes: Sequence[Row]) -> Iterator[Problem]:
         )
         fix = "look with nvidia-smi on the host"
         yield warning("gpu-memory-used", reason, fix, key=label, value=value)
+
+
+def _listed(processes: Sequence[str]) -> str:
+    """Join the first processes, and count the others."""
+    listed = ", ".join(processes[:_MOST_LISTED])
+    if len(processes) > _MOST_LISTED:
+        listed += f" and {len(processes) - _MOST_LISTED} more"
+    return listed
 
 
 def _about_memory(gpu: Row) -> Iterator[Problem]:

@@ -191,7 +191,7 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
 
 
 def _unshared(nodes: Mapping[str, Mapping[str, Any]], seen: set[str]) -> list[Problem]:
-    """Look for the marks of the other nodes; the arguments are as of `differences`."""
+    """Look for the marks of the other nodes; the arguments are as in `differences`."""
     name_of_0, *names = nodes
     marks = {name: nodes[name]["mark"] for name in names}
     unseen = unseen_marks(nodes[name_of_0]["mark"], set(marks.values()), seen)

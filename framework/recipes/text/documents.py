@@ -231,7 +231,7 @@ def _skip_byte_order_mark(stream: BinaryIO) -> int:
 
 
 def _place_to_cut(text: bytes) -> int:
-    """Return the place to cut a text at: behind the last line end that a non-blank follows, or else
+    """Return the place to cut a text at: after the last line end that a non-blank follows, or else
     before the last single blank between non-blanks.
 
     GPT-2's pattern, which byte-level BPE splits by, never joins text across such a place: the

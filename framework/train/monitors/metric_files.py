@@ -114,7 +114,7 @@ class CsvFile:
         return status.st_ino != self._inode or status.st_size != self._size
 
     def _append(self, row: _Row, *, at: int) -> None:
-        """Write a row at byte `at`, and cut off what comes behind it; after a failure the file ends
+        """Write a row at byte `at`, and cut off what comes after it; after a failure the file ends
         at `at`.
         """
         descriptor = self._file.fileno()
