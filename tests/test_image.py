@@ -182,6 +182,19 @@ def test_the_step_that_installs_takes_everything_or_fails(
         assert "setuptools>=77" in wanted
 
 
-@pytest.mark.parametrize("image", ["python", "python:latest", "a/b", "A:1", "a b:1", "a@sha256:12"])
+_PORT = "registry:5000/trainer"
+
+
+@pytest.mark.parametrize(
+    "image", ["trainer:12", "trainer:1.2", "a/b:3", f"{_PORT}:7", f"{_PORT}@sha256:{'0' * 64}"]
+)
+def test_images_that_stay_are_known(image: str) -> None:
+    """The number of a build is a tag as well, and no port."""
+    assert what_is_wrong_with_image(image) == ""
+
+
+@pytest.mark.parametrize(
+    "image", ["python", "python:latest", "a/b", _PORT, "A:1", "a b:1", "a@sha256:12"]
+)
 def test_images_that_move_are_known(image: str) -> None:
     assert what_is_wrong_with_image(image)

@@ -63,9 +63,10 @@ def secrets_in(value: Any, key: str = "") -> Iterator[str]:
             yield from secrets_in(item, f"{key}.{name}".removeprefix("."))
 
 
-# The name of an image, with its tag and its digest.
+# The name of an image, with its tag and its digest. Digits after a colon are the port of a registry
+# only where a slash follows; they are the tag in ``trainer:12``.
 _IMAGE: Final = re.compile(
-    r"(?P<name>[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[0-9]+)?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*)"
+    r"(?P<name>[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[0-9]+(?=/))?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*)"
     r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
 
