@@ -260,6 +260,10 @@ def write(path: Path, text: str) -> str:
             ["check", QUICKSTART, "--num_gpus", "\u0661"],
             "\u0661 is not a number of devices; write 1 or more",
         ),
+        (
+            ["check", QUICKSTART, "--num_gpus", "2", "--nodes", "0"],
+            "0 is not a number of nodes; write 1 or more",
+        ),
         (["check", QUICKSTART, "--num_gpus", "2", "-H", "x"], "not allowed with argument"),
         (["check", QUICKSTART, "a..b=1"], "a..b=1: not a setting"),
         (["plan"], "the following arguments are required: FILE"),

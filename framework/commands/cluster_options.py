@@ -13,6 +13,7 @@ from framework.plan.cluster import Cluster
 from framework.system.arguments import whole
 
 _num_devices: Final = whole(1, 10**18, "{} is not a number of devices; write 1 or more")
+_num_nodes: Final = whole(1, 10**18, "{} is not a number of nodes; write 1 or more")
 
 
 _UNITS: Final = {"GiB": 2**30, "TiB": 2**40, "GB": 10**9, "TB": 10**12}
@@ -23,7 +24,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--num_gpus", type=_num_devices, metavar="N", help="devices on one host")
     parser.add_argument(
-        "--nodes", type=_num_devices, metavar="N", help="hosts, each with --num_gpus devices"
+        "--nodes", type=_num_nodes, metavar="N", help="hosts, each with --num_gpus devices"
     )
     where.add_argument(
         "-H",
