@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,10 +17,10 @@ from deepspeed_lint.key_files import (
     without_variant,
 )
 from deepspeed_lint.keys import Key, KeyTable, load_table
+from deepspeed_lint.rows import filled
 from deepspeed_lint.rules import ALL
 from deepspeed_lint.text.typos import nearest
 
-_FILLED_IN: Final = re.compile(r"\{([\w.]+)\}")
 _LIMITS: Final[Mapping[str, str]] = {
     "minimum": ">=",
     "exclusive_minimum": ">",
@@ -241,9 +240,9 @@ def _with_names(sentence: str) -> str:
     are.
     """
 
-    def named(match: re.Match[str]) -> str:
-        if "." in match[1]:
-            return match[1]
-        return f"<{match[1]}>"
+    def named(name: str) -> str:
+        if "." in name:
+            return name
+        return f"<{name}>"
 
-    return _FILLED_IN.sub(named, sentence)
+    return filled(sentence, named)

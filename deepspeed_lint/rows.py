@@ -41,8 +41,8 @@ def findings(
     for case in cases:
         if _is_there(case, holds):
             severity = case.get("severity", "error")
-            reason = _filled(case["reason"], value)
-            yield case["key"], reason, _filled(case["fix"], value), severity
+            reason = filled(case["reason"], value)
+            yield case["key"], reason, filled(case["fix"], value), severity
 
 
 def _is_there(case: Row, holds: Callable[[str, Any], bool]) -> bool:
@@ -54,7 +54,8 @@ def _is_there(case: Row, holds: Callable[[str, Any], bool]) -> bool:
     return not any(holds(key, wanted) for key, wanted in unless.items())
 
 
-def _filled(sentence: str, value: Callable[[str], object]) -> str:
+def filled(sentence: str, value: Callable[[str], object]) -> str:
+    """Replace each name in braces by its value."""
     return _FILLED_IN.sub(lambda name: str(value(name[1])), sentence)
 
 

@@ -23,7 +23,6 @@ from framework.system.output import write
 TABLE: Final = Path(__file__).with_name("problems.yaml")
 # The last words of a line that states a problem.
 _KIND: Final = re.compile(r"\[([a-z][a-z0-9]*(?:-[a-z0-9]+)+)\]$", re.MULTILINE)
-_FILLED_IN: Final = re.compile(r"\{([\w.]+)\}")
 _LINK: Final = re.compile(r"\]\(([^)#]*)[^)]*\)")
 _WIDEST: Final = 100
 _PAGES: Final = "docs/reference/problems"  # links of the table begin there
@@ -69,7 +68,7 @@ def _explain_by_rules(kind: str, width: int) -> str | None:
     """Return the ways in which the planner finds a kind, each with its key, and the source of the
     rule; None for a kind that none of its rows finds.
     """
-    from deepspeed_lint.rows import cases_of
+    from deepspeed_lint.rows import cases_of, filled
     from framework.plan.rules.base import read_rows
 
     row = read_rows().get(kind)
@@ -82,7 +81,7 @@ def _explain_by_rules(kind: str, width: int) -> str | None:
     fold = _folding(width)
     lines = [kind]
     for sentence in (*chain.from_iterable(cases), f"source: {row['source']}"):
-        lines += fold(_FILLED_IN.sub(r"\1", sentence).replace("`", ""))
+        lines += fold(filled(sentence, str).replace("`", ""))  # a key in braces stays a key
     return "\n".join(lines)
 
 

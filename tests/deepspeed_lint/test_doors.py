@@ -30,7 +30,7 @@ DOORS = {
     # what a kind of problem means
     "explain": {"explain_kind"},
     # rows of rules.json
-    "rows": {"Finding", "Row", "cases_of", "findings", "is_between"},
+    "rows": {"Finding", "Row", "cases_of", "filled", "findings", "is_between"},
 }
 
 

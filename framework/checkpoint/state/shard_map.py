@@ -511,14 +511,14 @@ def _stage3_weights(
     for name, shape in chain.from_iterable(shapes.items() for shapes in model["param_shapes"]):
         rows = list(_rows_by_expert_rank({name: shape}, ranks, *experts, packed))
         size = -(-shape.numel() // len(rows[0][0]))  # rounded up: the last piece is padded
-        # a parameter of no elements takes no place, and may follow the last number
-        while size and group < len(sizes) and start == sizes[group]:
+        while group + 1 < len(sizes) and start == sizes[group]:
             group += 1
             start = 0
             number = 0
-        if group == len(sizes):
+        left = sizes[group] - start
+        if size and not left:
             raise ValueError(f"{ranks[0]} holds fewer numbers than the parameters have")
-        if size > sizes[group] - start:
+        if size > left:
             raise ValueError(f"{ranks[0]} cuts {name} elsewhere than its shape says")
         state = None
         if group in states:
